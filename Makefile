@@ -1,0 +1,57 @@
+# `make run` and `make test` are all a new machine needs; both begin with `make setup`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+HOST   ?= 127.0.0.1
+PORT   ?= 8080
+PRESET ?= small
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test run test test-all check bench lock clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Souschef needs Python 3.11 or newer, {sys.executable} is {v[0]}.{v[1]}")'
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp a lock: the environment is remade only when its lock changes.
+$(VENV)/runtime.stamp: requirements/runtime.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/build.txt
+	$(BIN)/python -m pip install --progress-bar on --require-hashes -r requirements/runtime.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/test.stamp: requirements/test.txt $(VENV)/runtime.stamp
+	$(BIN)/python -m pip install --progress-bar on --require-hashes -r requirements/test.txt
+	touch $@
+
+setup: $(VENV)/runtime.stamp  ## the environment, from the locked dependencies
+setup-test: $(VENV)/test.stamp  ## the same with what the tests need
+
+run: setup  ## fetch and build the model on the first start, then serve on HOST:PORT
+	exec $(BIN)/edge-agent serve --preset $(PRESET) --host $(HOST) --port $(PORT)
+
+test: setup-test  ## the tests, without the slowest
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: setup-test  ## every test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup-test  ## ruff, mypy
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup-test  ## ratios against llama.cpp, side by side in one run
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+lock: setup-test  ## resolve the dependencies anew into requirements/
+	$(BIN)/python -m pip install --quiet uv
+	printf "hatchling\neditables\n" | $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-header -q -o requirements/build.txt -
+	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-header -q -o requirements/runtime.txt pyproject.toml
+	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-header -q -c requirements/runtime.txt --extra test -o requirements/test.txt pyproject.toml
+
+clean:  ## remove the environment (models in the cache directory stay)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,64 @@
+"""How a session asks for its orders and tells what came of them; the policy engine stands behind this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from edge_agent.decision import Decision, Mode, Reason
+from edge_agent.request import GenerationRequest, Speculation
+from edge_agent.round import Round
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """Where a request stands before a round. Counts in tokens."""
+
+    request: GenerationRequest
+    round: int
+    num_generated: int
+    context_left: int
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the answer may still gain."""
+        return self.request.max_tokens - self.num_generated
+
+
+class RoundController(Protocol):
+    """Decides one request's rounds."""
+
+    def decide(self, state: RoundState) -> Decision:
+        """The orders for the next round."""
+
+    def observe(self, state: RoundState, round: Round) -> None:
+        """What came of it: times, drafts, acceptance."""
+
+    def cloud_failed(self, state: RoundState) -> Decision:
+        """Orders for a round that the cloud could not serve.
+
+        Raises:
+            CloudUnavailableError: the request forbids the device.
+        """
+
+
+class FixedController:
+    """The same gamma in every round, as far as the request allows: for measuring, and for a device with no policy."""
+
+    def __init__(self, gamma: int, reason: Reason = Reason.NOMINAL) -> None:
+        self._gamma = gamma
+        self._reason = reason
+
+    def decide(self, state: RoundState) -> Decision:
+        """Speculate with the fixed gamma, or decode directly where the request turns speculation off."""
+        gamma = min(self._gamma, state.request.max_gamma)
+        if state.request.speculation is Speculation.OFF or gamma == 0:
+            return Decision(Mode.LOCAL_DIRECT, 0, Reason.REQUESTED)
+        return Decision(Mode.LOCAL_SPECULATIVE, gamma, self._reason)
+
+    def observe(self, state: RoundState, round: Round) -> None:
+        """Nothing is learnt."""
+
+    def cloud_failed(self, state: RoundState) -> Decision:
+        """Direct decoding."""
+        return Decision(Mode.LOCAL_DIRECT, 0, Reason.CLOUD_UNAVAILABLE)

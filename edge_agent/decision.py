@@ -1,0 +1,59 @@
+"""What the policy says of a round: how it is decoded, how many tokens are drafted, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Mode(StrEnum):
+    """Who drafts and who verifies."""
+
+    LOCAL_SPECULATIVE = "local_speculative"
+    LOCAL_DIRECT = "local_direct"
+    CLOUD_VERIFY = "cloud_verify"
+    CLOUD_GENERATE = "cloud_generate"
+
+    @property
+    def on_device(self) -> bool:
+        """Whether no token leaves the device."""
+        return self in (Mode.LOCAL_SPECULATIVE, Mode.LOCAL_DIRECT)
+
+
+class Reason(StrEnum):
+    """Why a decision was taken; the same word stands in the log, the metric, the response and the handoff."""
+
+    NOMINAL = "nominal"
+    REQUESTED = "requested"
+    PRIVACY = "privacy"
+    PROBE = "probe"
+    DEVICE_WARM = "device_warm"
+    DEVICE_HOT = "device_hot"
+    DEVICE_CRITICAL = "device_critical"
+    BATTERY_LOW = "battery_low"
+    BATTERY_CRITICAL = "battery_critical"
+    POWER_SAVER = "power_saver"
+    ACCEPTANCE_LOW = "acceptance_low"
+    BENEFIT_SMALL = "benefit_small"
+    ENERGY = "energy"
+    CONTEXT_FULL = "context_full"
+    QUEUE_PRESSURE = "queue_pressure"
+    CLOUD_FASTER = "cloud_faster"
+    CLOUD_SATURATED = "cloud_saturated"
+    CLOUD_UNAVAILABLE = "cloud_unavailable"
+    RECOVERED = "recovered"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One round's orders. gamma: draft tokens asked for (0 in direct modes)."""
+
+    mode: Mode
+    gamma: int
+    reason: Reason
+
+    def __post_init__(self) -> None:
+        if self.gamma < 0:
+            raise ValueError(f"gamma must not be negative, got {self.gamma}")
+        if self.gamma and self.mode in (Mode.LOCAL_DIRECT, Mode.CLOUD_GENERATE):
+            raise ValueError(f"{self.mode} drafts nothing, got gamma {self.gamma}")

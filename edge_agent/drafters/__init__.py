@@ -1,0 +1,10 @@
+"""Where draft tokens come from: the text so far, a predicted output, a small model, or nowhere."""
+
+from __future__ import annotations
+
+from edge_agent.drafters.base import Drafter, NullDrafter
+from edge_agent.drafters.chain import ChainDrafter
+from edge_agent.drafters.model import ModelDrafter
+from edge_agent.drafters.ngram import NgramDrafter, PredictionDrafter
+
+__all__ = ["ChainDrafter", "Drafter", "ModelDrafter", "NgramDrafter", "NullDrafter", "PredictionDrafter"]

@@ -1,0 +1,56 @@
+"""Drafting with a small model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shared.acceptance import Draft, common_prefix_length
+from shared.causal_lm import CausalLM
+from shared.inference_thread import InferenceThread
+from shared.sampling import Distribution, Sampler, draw
+
+CATCH_UP_CHUNK = 256
+"""Tokens a catch-up job feeds at most, so that other sessions get their turn in between."""
+
+
+class ModelDrafter:
+    """Draws draft tokens from a small model with the noise that the target will be judged under."""
+
+    name = "model"
+
+    def __init__(self, lm: CausalLM, thread: InferenceThread) -> None:
+        self._lm = lm
+        self._thread = thread
+
+    async def propose(self, tokens: Sequence[int], gamma: int, sampler: Sampler) -> Draft:
+        """`gamma` tokens, fewer where the context ends.
+
+        The cache first drops what was rejected and takes in what was committed without it: the bonus of the last round,
+        or many tokens after rounds in which nothing was drafted.
+        """
+        gamma = min(gamma, self._lm.context_length - len(tokens))
+        if gamma <= 0:
+            return Draft(drafter=self.name)
+        self._lm.truncate(min(common_prefix_length(self._lm.tokens, tokens), len(tokens) - 1))
+        while len(tokens) - len(self._lm.tokens) > CATCH_UP_CHUNK:
+            start = len(self._lm.tokens)
+            await self._thread.run(self._lm.forward, tokens[start : start + CATCH_UP_CHUNK], 0)
+        return await self._thread.run(self._draw, tokens, gamma, sampler.fork())
+
+    def close(self) -> None:
+        """The cache stays, for the next request with the same beginning."""
+
+    def _draw(self, tokens: Sequence[int], gamma: int, sampler: Sampler) -> Draft:
+        feed = list(tokens[len(self._lm.tokens) :])
+        drawn: list[int] = []
+        distributions: list[Distribution] = []
+        while len(drawn) < gamma:
+            logits = self._lm.forward(feed, 1)
+            distribution = sampler.distribution(logits[0])
+            token = draw(distribution, sampler.params.seed, len(tokens) + len(drawn))
+            sampler.append(token)
+            drawn.append(token)
+            distributions.append(distribution)
+            feed = [token]
+        confidences = tuple(d.prob(t) for d, t in zip(distributions, drawn, strict=True))
+        return Draft(tuple(drawn), self.name, tuple(distributions), confidences)

@@ -1,0 +1,129 @@
+"""One request's loop: decide, draft, verify, commit, emit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from edge_agent.controller import RoundController, RoundState
+from edge_agent.decision import Decision, Mode
+from edge_agent.drafters import Drafter
+from edge_agent.request import GenerationRequest
+from edge_agent.round import FinishReason, Origin, Round, TokenEvent
+from edge_agent.verifier import Verifier
+from shared.acceptance import Draft, Verdict
+from shared.errors import CloudError
+from shared.sampling import Sampler
+
+
+class Session:
+    """Makes one answer. Iterate `run()`; leaving it early, by `break` or cancellation, gives everything back."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        controller: RoundController,
+        drafter: Drafter,
+        verifiers: Mapping[Mode, Verifier],
+        context_length: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.request = request
+        self._controller = controller
+        self._drafter = drafter
+        self._verifiers = verifiers
+        self._context_length = context_length
+        self._clock = clock
+        self._tokens = list(request.prompt)
+        self._sampler = Sampler(request.sampling, stop_ids=request.stop_ids, prompt=request.prompt)
+        self._num_rounds = 0
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The prompt and every committed token."""
+        return self._tokens
+
+    async def run(self) -> AsyncIterator[Round]:
+        """The rounds, until the answer ends.
+
+        Raises:
+            EngineError: inference failed.
+            CloudError: the cloud failed and the request forbids the device.
+        """
+        verifier: Verifier | None = None
+        try:
+            finished = False
+            while not finished:
+                state = self._state()
+                decision = self._controller.decide(state)
+                previous, verifier = verifier, self._verifiers[decision.mode]
+                if previous not in (None, verifier):
+                    await previous.release(self._tokens)
+                try:
+                    round = await self._round(decision, verifier)
+                except CloudError:
+                    decision = self._controller.cloud_failed(state)
+                    await verifier.release(self._tokens)
+                    verifier = self._verifiers[decision.mode]
+                    round = await self._round(decision, verifier)
+                self._controller.observe(state, round)
+                finished = round.finish_reason is not None
+                yield round
+        finally:
+            self._drafter.close()
+            if verifier is not None:
+                await verifier.release(self._tokens)
+
+    async def _round(self, decision: Decision, verifier: Verifier) -> Round:
+        started = self._clock()
+        draft = await self._draft(decision)
+        drafted = self._clock()
+        verdict = await verifier.verify(self._tokens, draft, self._sampler)
+        verified = self._clock()
+        events, finish_reason = self._commit(draft, verdict, verifier.origin)
+        self._num_rounds += 1
+        return Round(
+            number=self._num_rounds - 1,
+            decision=decision,
+            draft=draft,
+            accepted=verdict.accepted,
+            next_token=verdict.next_token,
+            tokens=events,
+            draft_s=drafted - started,
+            verify_s=verified - drafted,
+            finish_reason=finish_reason,
+        )
+
+    async def _draft(self, decision: Decision) -> Draft:
+        # The last token of an answer needs no draft after it, and a draft past the context couldn't be checked.
+        state = self._state()
+        gamma = min(decision.gamma, state.num_left - 1, state.context_left - 1)
+        if gamma <= 0:
+            return Draft()
+        return await self._drafter.propose(self._tokens, gamma, self._sampler)
+
+    def _commit(
+        self, draft: Draft, verdict: Verdict, origin: Origin
+    ) -> tuple[tuple[TokenEvent, ...], FinishReason | None]:
+        """Take the verdict's tokens up to the first boundary: a stop id, the answer's limit, the context's end."""
+        events: list[TokenEvent] = []
+        for index, token in enumerate(verdict.tokens(draft)):
+            if token in self.request.stop_ids:
+                return tuple(events), FinishReason.STOP
+            logprobs = verdict.logprobs[index] if verdict.logprobs else None
+            token_origin = Origin.DRAFT if index < verdict.accepted else origin
+            events.append(TokenEvent(len(self._tokens), token, token_origin, logprobs))
+            self._tokens.append(token)
+            self._sampler.append(token)
+            state = self._state()
+            if state.num_left <= 0 or state.context_left <= 0:
+                return tuple(events), FinishReason.LENGTH
+        return tuple(events), None
+
+    def _state(self) -> RoundState:
+        return RoundState(
+            request=self.request,
+            round=self._num_rounds,
+            num_generated=len(self._tokens) - len(self.request.prompt),
+            context_left=self._context_length - len(self._tokens),
+        )
