@@ -1,0 +1,64 @@
+"""Caches that outlive a request: the next one that begins alike starts where they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from shared.acceptance import common_prefix_length
+from shared.causal_lm import CausalLM
+
+LM = TypeVar("LM", bound=CausalLM)
+
+
+class SlotPool(Generic[LM]):
+    """At most `max_slots` caches of one model. Not thread-safe: it belongs to the event loop."""
+
+    def __init__(self, new_cache: Callable[[], LM], max_slots: int) -> None:
+        if max_slots < 1:
+            raise ValueError(f"max_slots must be at least 1, got {max_slots}")
+        self._new_cache = new_cache
+        self._max_slots = max_slots
+        self._free: list[LM] = []  # Least recently used first.
+        self._num_taken = 0
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens held by free slots for later requests."""
+        return sum(len(lm.tokens) for lm in self._free)
+
+    def acquire(self, tokens: Sequence[int]) -> LM:
+        """The free slot with the longest common prefix, or a new one while there is room, else the least recently used.
+
+        It comes truncated to what it shares with `tokens`.
+
+        Raises:
+            LookupError: every slot is taken; admission has to keep requests within `max_slots`.
+        """
+        shared = [common_prefix_length(lm.tokens, tokens) for lm in self._free]
+        best = max(range(len(shared)), key=shared.__getitem__, default=None)
+        has_room = len(self._free) + self._num_taken < self._max_slots
+        if best is not None and _worth_keeping(shared[best], len(self._free[best].tokens), has_room):
+            lm = self._free.pop(best)
+        elif has_room:
+            lm = self._new_cache()
+        elif self._free:
+            lm = self._free.pop(0)
+        else:
+            raise LookupError(f"all {self._max_slots} cache slots are taken")
+        self._num_taken += 1
+        lm.truncate(common_prefix_length(lm.tokens, tokens))
+        return lm
+
+    def release(self, lm: LM) -> None:
+        """Give a slot back; its tokens stay for reuse."""
+        self._num_taken -= 1
+        self._free.append(lm)
+
+
+def _worth_keeping(shared: int, held: int, has_room: bool) -> bool:
+    """Whether to take a slot that shares `shared` of its `held` tokens.
+
+    While there is room a slot that would lose more than it gives is left for whoever continues it.
+    """
+    return shared > 0 and (not has_room or shared * 2 >= held)

@@ -1,0 +1,250 @@
+"""Language models on ONNX Runtime: `OnnxModel` holds the weights, `OnnxCausalLM` one sequence's cache over them.
+
+The cache is a buffer that is past and present at once (GroupQueryAttention writes the new rows into it), so that
+rewinding is nothing but a smaller length.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Since 1.29 ONNX Runtime reports home on Linux unless this is set before it is first imported.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from shared.causal_lm import Logits
+from shared.cpus import usable_cpus
+from shared.errors import ContextLengthError, EngineError, ModelFileError, UnsupportedModelError
+
+LOGITS_FROM = "logits_from"
+"""Our graphs' optional input: the first position whose logits are computed."""
+
+_NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What `genai_config.json` says of the decoder."""
+
+    model_path: Path
+    vocab_size: int
+    context_length: int
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    input_ids: str
+    attention_mask: str
+    position_ids: str
+    past_key: str
+    past_value: str
+    logits: str
+    present_key: str
+    present_value: str
+
+    @staticmethod
+    def from_directory(directory: Path) -> DecoderConfig:
+        """Read a directory in ONNX Runtime GenAI's layout.
+
+        Raises:
+            ModelFileError: the file is missing or isn't JSON.
+            UnsupportedModelError: it describes no plain decoder.
+        """
+        path = directory / "genai_config.json"
+        try:
+            model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelFileError(f"{path} can't be read as ONNX Runtime GenAI's configuration: {error}") from error
+        try:
+            decoder = model["decoder"]
+            inputs, outputs = decoder.get("inputs", {}), decoder.get("outputs", {})
+            return DecoderConfig(
+                model_path=directory / decoder["filename"],
+                vocab_size=int(model["vocab_size"]),
+                context_length=int(model["context_length"]),
+                num_layers=int(decoder["num_hidden_layers"]),
+                num_kv_heads=int(decoder["num_key_value_heads"]),
+                head_size=int(decoder["head_size"]),
+                input_ids=inputs.get("input_ids", "input_ids"),
+                attention_mask=inputs.get("attention_mask", "attention_mask"),
+                position_ids=inputs.get("position_ids", "position_ids"),
+                past_key=inputs.get("past_key_names", "past_key_values.%d.key"),
+                past_value=inputs.get("past_value_names", "past_key_values.%d.value"),
+                logits=outputs.get("logits", "logits"),
+                present_key=outputs.get("present_key_names", "present.%d.key"),
+                present_value=outputs.get("present_value_names", "present.%d.value"),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UnsupportedModelError(f"{path} describes no decoder that can be run: {error!r} is missing") from error
+
+
+def session_options(num_threads: int) -> ort.SessionOptions:
+    """Options for a decoder that shares its cores with other sessions and may stay idle for hours."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    options.log_severity_level = 3
+    # Two sessions whose idle threads spin fight over the cores: 1.25x the time of the parts against 1.06x without.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Weights stay outside the arena, whose doubling growth would hold up to twice their size.
+    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    return options
+
+
+class OnnxModel:
+    """A decoder's weights, loaded once and shared by every sequence."""
+
+    def __init__(self, directory: Path, *, context_length: int, num_threads: int | None = None) -> None:
+        """Load a model directory.
+
+        Raises:
+            ModelFileError: a file is missing or ONNX Runtime can't read it.
+            UnsupportedModelError: the graph's inputs and outputs aren't a decoder's.
+        """
+        self.directory = directory
+        self.config = DecoderConfig.from_directory(directory)
+        self.context_length = min(context_length, self.config.context_length)
+        self.num_threads = num_threads or usable_cpus()
+        self._session = _load(self.config.model_path, self.num_threads)
+        inputs = {value.name: value for value in self._session.get_inputs()}
+        first_key = self.config.past_key % 0
+        if first_key not in inputs or self.config.input_ids not in inputs:
+            raise UnsupportedModelError(
+                f"{self.config.model_path} has no inputs {self.config.input_ids!r} and {first_key!r}: not a decoder"
+            )
+        if inputs[first_key].type not in _NUMPY_TYPES:
+            raise UnsupportedModelError(f"{self.config.model_path} keeps its cache as {inputs[first_key].type}")
+        self.cache_type = _NUMPY_TYPES[inputs[first_key].type]
+        self.logits_type = _NUMPY_TYPES[
+            next(value.type for value in self._session.get_outputs() if value.name == self.config.logits)
+        ]
+        self.has_position_ids = self.config.position_ids in inputs
+        self.has_logits_from = LOGITS_FROM in {value.name for value in self._session.get_overridable_initializers()}
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return self.config.vocab_size
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token adds."""
+        config = self.config
+        return 2 * config.num_layers * config.num_kv_heads * config.head_size * int(np.dtype(self.cache_type).itemsize)
+
+    def new_cache(self) -> OnnxCausalLM:
+        """A new, empty sequence. Its memory is touched only as it fills."""
+        return OnnxCausalLM(self)
+
+    def binding(self) -> Any:
+        """A fresh IOBinding for this model."""
+        return self._session.io_binding()
+
+    def run(self, binding: Any) -> None:
+        """Run one pass.
+
+        Raises:
+            EngineError: ONNX Runtime failed.
+        """
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:  # ONNX Runtime raises bare RuntimeErrors and classes of its own.
+            raise EngineError(f"inference failed in {self.config.model_path.parent.name}: {error}") from error
+
+
+class OnnxCausalLM:
+    """One sequence of an `OnnxModel`: a `CausalLM`.
+
+    The logits that `forward` returns are a view of a buffer that the next `forward` overwrites.
+    """
+
+    def __init__(self, model: OnnxModel) -> None:
+        self._model = model
+        self._tokens: list[int] = []
+        config = model.config
+        self._mask = np.ones((1, model.context_length), np.int64)
+        self._logits = np.empty((0, model.vocab_size), model.logits_type)
+        self._binding = model.binding()
+        shape = (1, config.num_kv_heads, model.context_length, config.head_size)
+        # np.zeros maps pages without touching them: an idle cache costs address space, not memory.
+        self._cache = [
+            (np.zeros(shape, model.cache_type), np.zeros(shape, model.cache_type)) for _ in range(config.num_layers)
+        ]
+        for layer, pair in enumerate(self._cache):
+            for buffer, past, present in zip(
+                pair, (config.past_key, config.past_value), (config.present_key, config.present_value), strict=True
+            ):
+                value = ort.OrtValue.ortvalue_from_numpy(buffer)
+                self._binding.bind_ortvalue_input(past % layer, value)
+                self._binding.bind_ortvalue_output(present % layer, value)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return self._model.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens that the cache can hold."""
+        return self._model.context_length
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens in the cache."""
+        return self._tokens
+
+    def forward(self, tokens: Sequence[int], num_logits: int) -> Logits:
+        """See `CausalLM.forward`."""
+        past, new = len(self._tokens), len(tokens)
+        if not 0 <= num_logits <= new or not new:
+            raise ValueError(f"num_logits must be in 0..{new} for {new} tokens, got {num_logits}")
+        if past + new > self.context_length:
+            raise ContextLengthError(
+                f"{past} tokens and {new} more don't fit into the context of {self.context_length} tokens"
+            )
+        logits = self._bind(tokens, past, num_logits)
+        self._model.run(self._binding)
+        self._tokens.extend(tokens)
+        return logits[len(logits) - num_logits :]
+
+    def truncate(self, length: int) -> None:
+        """See `CausalLM.truncate`."""
+        if not 0 <= length <= len(self._tokens):
+            raise ValueError(f"length must be in 0..{len(self._tokens)}, got {length}")
+        del self._tokens[length:]
+
+    def _bind(self, tokens: Sequence[int], past: int, num_logits: int) -> Logits:
+        """Bind a pass over `tokens`; returns the logits buffer [rows, V] that it will fill."""
+        model, config, new = self._model, self._model.config, len(tokens)
+        rows = num_logits if model.has_logits_from else new
+        self._bind_array(config.input_ids, np.array([tokens], np.int64))
+        self._bind_array(config.attention_mask, self._mask[:, : past + new])
+        if model.has_position_ids:
+            self._bind_array(config.position_ids, np.arange(past, past + new, dtype=np.int64)[np.newaxis])
+        if model.has_logits_from:
+            self._bind_array(LOGITS_FROM, np.array([new - rows], np.int64))
+        if len(self._logits) < rows:
+            self._logits = np.empty((rows, model.vocab_size), model.logits_type)
+        logits = self._logits[:rows]
+        self._binding.bind_ortvalue_output(config.logits, ort.OrtValue.ortvalue_from_numpy(logits[np.newaxis]))
+        return logits
+
+    def _bind_array(self, name: str, array: NDArray[Any]) -> None:
+        self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+
+
+def _load(path: Path, num_threads: int) -> ort.InferenceSession:
+    if not path.is_file():
+        raise ModelFileError(f"{path} is missing")
+    try:
+        return ort.InferenceSession(str(path), session_options(num_threads), providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime raises classes of its own that share no base.
+        raise ModelFileError(f"ONNX Runtime can't load {path}: {error}") from error
