@@ -7,6 +7,7 @@ text survives a round trip even where the publisher normalised it), control toke
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -182,11 +183,20 @@ def _byte_level(source: GgufTokenizer) -> tuple[Tokenizer, bool]:
         [
             *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            *_around_missing_bytes(vocabulary),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     _add_special_tokens(tokenizer, source)
     return tokenizer, pre.add_bos
+
+
+def _around_missing_bytes(vocabulary: Mapping[str, int]) -> list[pre_tokenizers.PreTokenizer]:
+    """Bytes that a vocabulary lacks (SmolLM's) are left out of the ids; their neighbours don't merge over the gap."""
+    missing = [character for character in pre_tokenizers.ByteLevel.alphabet() if character not in vocabulary]
+    if not missing:
+        return []
+    return [pre_tokenizers.Split(Regex(f"[{''.join(map(re.escape, sorted(missing)))}]"), "isolated")]
 
 
 def _sentencepiece(source: GgufTokenizer) -> Tokenizer:
