@@ -8,6 +8,7 @@ from typing import Protocol
 from edge_agent.decision import Decision, Mode, Reason
 from edge_agent.request import GenerationRequest, Speculation
 from edge_agent.round import Round
+from shared.acceptance import Draft
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class RoundController(Protocol):
 
     def decide(self, state: RoundState) -> Decision:
         """The orders for the next round."""
+
+    def trim(self, state: RoundState, draft: Draft) -> int:
+        """How many of a draft's tokens are worth verifying, now that it is known: 0 to len(draft)."""
 
     def observe(self, state: RoundState, round: Round) -> None:
         """What came of it: times, drafts, acceptance."""
@@ -55,6 +59,10 @@ class FixedController:
         if state.request.speculation is Speculation.OFF or gamma == 0:
             return Decision(Mode.LOCAL_DIRECT, 0, Reason.REQUESTED)
         return Decision(Mode.LOCAL_SPECULATIVE, gamma, self._reason)
+
+    def trim(self, state: RoundState, draft: Draft) -> int:
+        """All of them."""
+        return len(draft)
 
     def observe(self, state: RoundState, round: Round) -> None:
         """Nothing is learnt."""

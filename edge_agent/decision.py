@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -46,14 +47,21 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """One round's orders. gamma: draft tokens asked for (0 in direct modes)."""
+    """One round's orders.
+
+    gamma: draft tokens asked for (0 in direct modes). pace_s: the fewest seconds a committed token may take, a rate cap
+    for a hot device (0: as fast as it goes).
+    """
 
     mode: Mode
     gamma: int
     reason: Reason
+    pace_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.gamma < 0:
             raise ValueError(f"gamma must not be negative, got {self.gamma}")
         if self.gamma and self.mode in (Mode.LOCAL_DIRECT, Mode.CLOUD_GENERATE):
             raise ValueError(f"{self.mode} drafts nothing, got gamma {self.gamma}")
+        if not 0 <= self.pace_s < math.inf:
+            raise ValueError(f"pace_s must be finite and not negative, got {self.pace_s}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -69,6 +71,8 @@ class Session:
                 self._controller.observe(state, round)
                 finished = round.finish_reason is not None
                 yield round
+                if decision.pace_s and not finished:
+                    await asyncio.sleep(decision.pace_s * len(round.tokens) - round.draft_s - round.verify_s)
         finally:
             self._drafter.close()
             if verifier is not None:
@@ -100,7 +104,8 @@ class Session:
         gamma = min(decision.gamma, state.num_left - 1, state.context_left - 1)
         if gamma <= 0:
             return Draft()
-        return await self._drafter.propose(self._tokens, gamma, self._sampler)
+        draft = await self._drafter.propose(self._tokens, gamma, self._sampler)
+        return _head(draft, self._controller.trim(state, draft))
 
     def _commit(
         self, draft: Draft, verdict: Verdict, origin: Origin
@@ -127,3 +132,15 @@ class Session:
             num_generated=len(self._tokens) - len(self.request.prompt),
             context_left=self._context_length - len(self._tokens),
         )
+
+
+def _head(draft: Draft, length: int) -> Draft:
+    """The first `length` tokens of a draft. What a drafter draws first doesn't depend on what it drew later."""
+    if length >= len(draft):
+        return draft
+    return dataclasses.replace(
+        draft,
+        tokens=draft.tokens[:length],
+        distributions=draft.distributions[:length],
+        confidences=draft.confidences[:length],
+    )
