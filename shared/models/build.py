@@ -1,0 +1,247 @@
+"""Building a model directory out of a GGUF file, tensor by tensor, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import onnx
+from filelock import FileLock
+
+from shared.cpus import usable_cpus
+from shared.models.directory import (
+    CHECKED_FILE,
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    ArchitectureRecord,
+    Manifest,
+    PrecisionRecord,
+    file_record,
+    genai_config,
+)
+from shared.models.gguf_source import FloatArray, GgufSource, RawTensor
+from shared.models.graph import DATA_FILE, DecoderGraph, ExternalData, LayerWeights
+from shared.models.quantise import Precision, QuantisedMatrix, carries_over, carry_over, quantise, stack
+from shared.models.scheme import Scheme, TensorClass, scheme_named
+
+BUILDER_VERSION = 1
+DEFAULT_CONTEXT = 8192
+CHUNK_ELEMENTS = 1 << 18
+SAME_MATRIX = 0.1  # relative difference under which an output matrix is a requantised copy of the embedding
+
+Progress = Callable[[str, float], None]
+Role = Literal["target", "draft"]
+
+
+def default_scheme(role: str) -> Scheme:
+    """The scheme of a role (`target`, `draft`), or the one of that name. Raises ConfigError for neither."""
+    return scheme_named({"target": "q4-mixed", "draft": "q4-128"}.get(role, role))
+
+
+def build_model(
+    gguf_path: Path,
+    directory: Path,
+    *,
+    role: str = "target",
+    progress: Progress,
+    context_length: int | None = None,
+) -> Manifest:
+    """Build `directory` from the GGUF; `role` is `target`, `draft` or the name of a scheme.
+
+    The directory appears, or is replaced, only when it is complete: everything is written to a directory beside it,
+    flushed and renamed. An interrupted build leaves nothing that counts as a model, and the next one sweeps it up.
+    `progress` gets what is being done and the fraction done, 0 to 1. `context_length` bounds the sequence (default: the
+    model's own, at most 8,192).
+
+    Raises ModelFileError and UnsupportedModelError as GgufSource does, ConfigError for an unknown scheme.
+    """
+    scheme = default_scheme(role)
+    directory = directory.absolute()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory.parent / f".{directory.name}.lock"):
+        working = directory.parent / f".{directory.name}.building"
+        shutil.rmtree(working, ignore_errors=True)
+        working.mkdir()
+        try:
+            manifest = _build_into(working, gguf_path, scheme, progress, context_length)
+            _flush(working)
+            _put_in_place(working, directory)
+        finally:
+            shutil.rmtree(working, ignore_errors=True)
+    progress("done", 1.0)
+    return manifest
+
+
+@dataclass
+class _Quantiser:
+    """Quantises a source's matrices for a scheme and counts what was chosen."""
+
+    source: GgufSource
+    scheme: Scheme
+    chosen: dict[TensorClass, Counter[Precision]] = field(default_factory=dict)
+
+    def matrix(self, names: list[str], kind: TensorClass, layer: int = 0) -> QuantisedMatrix:
+        """The named tensors above each other as one matrix."""
+        raws = [self.source.raw(name) for name in names]
+        wanted = self.scheme.precision(kind, layer, self.source.architecture.num_layers)
+        precision = _exact_precision(raws, wanted) or wanted.fitted(raws[0].columns)
+        self.chosen.setdefault(kind, Counter())[precision] += 1
+        chunks = [chunk for raw in raws for chunk in raw.chunks(CHUNK_ELEMENTS)]
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            return stack(list(pool.map(lambda chunk: _quantise_chunk(chunk, precision), chunks)))
+
+    def records(self) -> dict[str, list[PrecisionRecord]]:
+        return {
+            str(kind): [PrecisionRecord(**asdict(precision), matrices=count) for precision, count in counts.items()]
+            for kind, counts in self.chosen.items()
+        }
+
+
+def _exact_precision(raws: list[RawTensor], wanted: Precision) -> Precision | None:
+    """The precision that carries all these tensors over without loss, if it needs no more bits than wanted."""
+    exact = Precision(wanted.bits, 32, True)
+    return exact if all(carries_over(raw.kind, exact) for raw in raws) else None
+
+
+def _quantise_chunk(chunk: RawTensor, precision: Precision) -> QuantisedMatrix:
+    if carries_over(chunk.kind, precision):
+        return carry_over(chunk)
+    return quantise(chunk.to_float(), precision)
+
+
+def _build_into(
+    working: Path, gguf_path: Path, scheme: Scheme, progress: Progress, context_length: int | None
+) -> Manifest:
+    progress("reading", 0.0)
+    source = GgufSource(gguf_path)
+    context = min(context_length or DEFAULT_CONTEXT, source.architecture.context_length)
+    fingerprint = _write_tokenizer(gguf_path, working)
+    quantiser = _Quantiser(source, scheme)
+    onnx.save_model(_graph(working, quantiser, context, progress), working / MODEL_FILE)
+    config = genai_config(source.architecture, context, *_special_ids(source, working))
+    (working / CONFIG_FILE).write_text(json.dumps(config, indent=2))
+    progress("checking", 0.98)
+    manifest = Manifest(
+        builder_version=BUILDER_VERSION,
+        source_name=source.name,
+        source_file=gguf_path.name,
+        source_sha256=source.sha256(),
+        source_bytes=gguf_path.stat().st_size,
+        scheme=scheme.name,
+        accuracy_level=scheme.accuracy_level,
+        precisions=quantiser.records(),
+        architecture=ArchitectureRecord.model_validate(asdict(source.architecture)),
+        context_length=context,
+        tokenizer_fingerprint=fingerprint,
+        files={path.name: file_record(path) for path in sorted(working.iterdir()) if path.name != CHECKED_FILE},
+    )
+    (working / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=2))
+    return manifest
+
+
+def _write_tokenizer(gguf_path: Path, working: Path) -> str:
+    from shared.tokenizer import write_tokenizer
+
+    return write_tokenizer(gguf_path, working)
+
+
+def _special_ids(source: GgufSource, working: Path) -> tuple[int | None, list[int], int | None]:
+    """Begin-of-sequence id, the ids that end an answer, and the padding id."""
+    bos = source.field("tokenizer.ggml.bos_token_id")
+    pad = source.field("tokenizer.ggml.padding_token_id")
+    ends = json.loads((working / "generation_config.json").read_bytes())["eos_token_id"]
+    return bos, ends if isinstance(ends, list) else [ends], pad
+
+
+def _graph(working: Path, quantiser: _Quantiser, context: int, progress: Progress) -> onnx.ModelProto:
+    source = quantiser.source
+    layers = source.architecture.num_layers
+    data = ExternalData(working / DATA_FILE)
+    try:
+        graph = DecoderGraph(source.architecture, data, quantiser.scheme.accuracy_level)
+        graph.add_lengths()
+        graph.add_rotary(source.rope_frequencies(), context)
+        progress("quantising the vocabulary", 0.05)
+        embedding, head = _vocabulary(quantiser)
+        graph.add_vocabulary(embedding, head)
+        for layer in range(layers):
+            progress(f"quantising layer {layer + 1} of {layers}", 0.15 + 0.82 * layer / layers)
+            graph.add_layer(_layer(quantiser, layer))
+        return graph.finish(source.vector("output_norm.weight"), head or embedding)
+    finally:
+        data.close()
+
+
+def _vocabulary(quantiser: _Quantiser) -> tuple[QuantisedMatrix, QuantisedMatrix | None]:
+    """The embedding, and the vocabulary projection or None when one matrix serves as both."""
+    source = quantiser.source
+    kind = TensorClass.VOCABULARY
+    if not source.has("output.weight"):
+        return quantiser.matrix(["token_embd.weight"], kind), None
+    head = quantiser.matrix(["output.weight"], kind)
+    if _are_copies(source.raw("output.weight"), source.raw("token_embd.weight")):
+        return head, None
+    return quantiser.matrix(["token_embd.weight"], kind), head
+
+
+def _are_copies(one: RawTensor, other: RawTensor) -> bool:
+    """Whether two tensors hold one matrix at different precisions (a tied model whose file stores it twice)."""
+    if (one.rows, one.columns) != (other.rows, other.columns):
+        return False
+    sample = slice(one.rows // 2, one.rows // 2 + 64)
+    first = one.row_range(sample.start, sample.stop).to_float()
+    second = other.row_range(sample.start, sample.stop).to_float()
+    return bool(np.linalg.norm(first - second) < SAME_MATRIX * np.linalg.norm(first))
+
+
+def _layer(quantiser: _Quantiser, layer: int) -> LayerWeights:
+    source, prefix = quantiser.source, f"blk.{layer}."
+    architecture = source.architecture
+
+    def matrix(kind: TensorClass, *parts: str) -> QuantisedMatrix:
+        return quantiser.matrix([f"{prefix}{part}.weight" for part in parts], kind, layer)
+
+    def norm(part: str) -> FloatArray:
+        return source.vector(f"{prefix}{part}.weight")
+
+    biases = [source.vector(f"{prefix}attn_{part}.bias") for part in "qkv"] if architecture.has_qkv_bias else None
+    return LayerWeights(
+        attention_norm=norm("attn_norm"),
+        qkv=matrix(TensorClass.QKV, "attn_q", "attn_k", "attn_v"),
+        qkv_bias=None if biases is None else np.concatenate(biases),
+        query_norm=norm("attn_q_norm") if architecture.has_qk_norm else None,
+        key_norm=norm("attn_k_norm") if architecture.has_qk_norm else None,
+        attention_output=matrix(TensorClass.ATTENTION_OUTPUT, "attn_output"),
+        ffn_norm=norm("ffn_norm"),
+        gate_up=matrix(TensorClass.GATE_UP, "ffn_gate", "ffn_up"),
+        ffn_down=matrix(TensorClass.FFN_DOWN, "ffn_down"),
+    )
+
+
+def _flush(working: Path) -> None:
+    """Force every file, then the directory's entries, to the disk."""
+    for path in [*working.iterdir(), working]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _put_in_place(working: Path, directory: Path) -> None:
+    """Rename the finished directory; an older one steps aside first and is removed after."""
+    former = directory.parent / f".{directory.name}.former"
+    shutil.rmtree(former, ignore_errors=True)
+    if directory.exists():
+        directory.rename(former)
+    working.rename(directory)
+    shutil.rmtree(former, ignore_errors=True)

@@ -1,0 +1,74 @@
+"""Which tensor gets how many bits: the named schemes a model can be built with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shared.errors import ConfigError
+from shared.models.quantise import Precision
+
+
+class TensorClass(StrEnum):
+    """The matrices of a decoder, by what they do."""
+
+    VOCABULARY = "vocabulary"
+    QKV = "qkv"
+    ATTENTION_OUTPUT = "attention_output"
+    GATE_UP = "gate_up"
+    FFN_DOWN = "ffn_down"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A precision for each tensor class, and a better one for the layers that lose most.
+
+    Those are the first and last eighth and every third between them, llama.cpp's choice for its mixed K-quants.
+    """
+
+    name: str
+    accuracy_level: int
+    precisions: Mapping[TensorClass, Precision]
+    sensitive: Mapping[TensorClass, Precision] = field(default_factory=dict)
+
+    def precision(self, tensor: TensorClass, layer: int = 0, num_layers: int = 1) -> Precision:
+        """How this tensor class is stored in this layer."""
+        if tensor in self.sensitive and is_sensitive(layer, num_layers):
+            return self.sensitive[tensor]
+        return self.precisions[tensor]
+
+
+def is_sensitive(layer: int, num_layers: int) -> bool:
+    """Whether llama.cpp's mixed K-quants would give this layer more bits (`use_more_bits`)."""
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _uniform(name: str, layers: Precision, vocabulary: Precision) -> Scheme:
+    kinds = dict.fromkeys(TensorClass, layers)
+    return Scheme(name, 4, {**kinds, TensorClass.VOCABULARY: vocabulary})
+
+
+def schemes() -> dict[str, Scheme]:
+    """Every scheme by name."""
+    eight, four = Precision(8, 128, True), Precision(4, 64, False)
+    mixed_eight = dict.fromkeys(TensorClass, eight) | {TensorClass.GATE_UP: four}
+    mixed = dict.fromkeys(TensorClass, four) | {TensorClass.VOCABULARY: eight}
+    made = (
+        _uniform("q8", eight, eight),
+        _uniform("q4", four, eight),
+        _uniform("q4-32", Precision(4, 32, False), eight),
+        _uniform("q4-128", Precision(4, 128, False), eight),
+        Scheme("q8-mixed", 4, mixed_eight, {TensorClass.GATE_UP: eight}),
+        Scheme("q4-mixed", 4, mixed, {TensorClass.FFN_DOWN: eight}),
+    )
+    return {scheme.name: scheme for scheme in made}
+
+
+def scheme_named(name: str) -> Scheme:
+    """Raises ConfigError when there is no such scheme."""
+    known = schemes()
+    if name not in known:
+        raise ConfigError(f"no quantisation scheme {name!r}; these are: {', '.join(known)}")
+    return known[name]
