@@ -5,9 +5,10 @@ BIN     = $(VENV)/bin
 HOST   ?= 127.0.0.1
 PORT   ?= 8080
 PRESET ?= small
+MARKS  ?= not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test run test test-all check bench lock clean
+.PHONY: help setup setup-test run test check bench lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,11 +34,8 @@ setup-test: $(VENV)/test.stamp  ## the same with what the tests need
 run: setup  ## fetch and build the model on the first start, then serve on HOST:PORT
 	exec $(BIN)/edge-agent serve --preset $(PRESET) --host $(HOST) --port $(PORT)
 
-test: setup-test  ## the tests, without the slowest
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
-
-test-all: setup-test  ## every test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup-test  ## the tests, without the slowest (MARKS= for all of them)
+	$(BIN)/python -m pytest -m "$(MARKS)" $(PYTEST_ARGS)
 
 check: setup-test  ## ruff, mypy
 	$(BIN)/ruff format --check .

@@ -1,0 +1,56 @@
+"""Measuring what a pass costs on this machine: the curve c(m) that every decision rests on."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from shared.causal_lm import CausalLM
+
+CURVE_POSITIONS = (1, 2, 3, 4, 5, 7, 9)
+"""Positions m that are measured; the ones between are interpolated."""
+
+
+def measure_curve(
+    lm: CausalLM,
+    *,
+    positions: Sequence[int] = CURVE_POSITIONS,
+    repeats: int = 3,
+    past: int = 64,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Median seconds of one pass over m positions with logits for all, for m = 1..max(positions).
+
+    The repeats go round the positions, so that a slow spell of the machine falls on all of them. The cache is left
+    empty. A pass with few positions costs the same whatever the tokens are, so any will do.
+    """
+    tokens = [1 + index % 100 for index in range(past + max(positions))]
+    lm.truncate(0)
+    try:
+        lm.forward(tokens[:past], 0)
+        lm.forward(tokens[:1], 1)  # The first pass after a load pays for pages and buffers.
+        times: dict[int, list[float]] = {m: [] for m in positions}
+        for _ in range(repeats):
+            for m in positions:
+                lm.truncate(past)
+                started = clock()
+                lm.forward(tokens[past : past + m], m)
+                times[m].append(clock() - started)
+    finally:
+        lm.truncate(0)
+    return interpolate({m: statistics.median(values) for m, values in times.items()})
+
+
+def interpolate(points: dict[int, float]) -> list[float]:
+    """Values for 1..max from some of them, straight lines between, and never falling: more positions cost no less."""
+    known = sorted(points)
+    if not known or known[0] != 1:
+        raise ValueError(f"the curve has to begin at 1 position, got {known}")
+    curve = [points[1]]
+    for low, high in itertools.pairwise(known):
+        for m in range(low + 1, high + 1):
+            value = points[low] + (points[high] - points[low]) * (m - low) / (high - low)
+            curve.append(max(value, curve[-1]))
+    return curve

@@ -1,0 +1,105 @@
+"""The device's models, loaded and ready: opens a session for each request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from edge_agent.controller import RoundController
+from edge_agent.decision import Mode
+from edge_agent.drafters import ChainDrafter, Drafter, ModelDrafter, NgramDrafter, PredictionDrafter
+from edge_agent.request import GenerationRequest
+from edge_agent.session import Session
+from edge_agent.verifier import LocalVerifier, Verifier
+from shared.causal_lm import CausalLM
+from shared.chat_template import ChatTemplate
+from shared.errors import TokenizerMismatchError
+from shared.inference_thread import InferenceThread
+from shared.kv_slots import SlotPool
+from shared.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model of this device: its name, its words, and where its caches come from."""
+
+    name: str
+    tokenizer: Tokenizer
+    slots: SlotPool[CausalLM]
+    context_length: int
+    weight_bytes: int
+
+    @asynccontextmanager
+    async def slot(self, tokens: tuple[int, ...]) -> AsyncIterator[CausalLM]:
+        """A cache for one request, with what it already shares with the tokens."""
+        lm = self.slots.acquire(tokens)
+        try:
+            yield lm
+        finally:
+            self.slots.release(lm)
+
+
+class Engine:
+    """Everything a request needs to be answered on this device. One a process; `close` ends its thread."""
+
+    def __init__(
+        self,
+        target: LocalModel,
+        draft: LocalModel | None,
+        thread: InferenceThread,
+        open_controller: Callable[[GenerationRequest], RoundController],
+        chat_template: ChatTemplate | None = None,
+        system_fingerprint: str = "",
+    ) -> None:
+        """Raises `TokenizerMismatchError` when the draft counts in other tokens than the target."""
+        if draft is not None and draft.tokenizer.fingerprint != target.tokenizer.fingerprint:
+            raise TokenizerMismatchError(
+                f"{draft.name} can't draft for {target.name}: their tokenizers differ "
+                f"({draft.tokenizer.fingerprint[:12]} and {target.tokenizer.fingerprint[:12]}). "
+                "Choose a draft model of the target's own family."
+            )
+        self.target = target
+        self.draft = draft
+        self.thread = thread
+        self.chat_template = chat_template
+        self.system_fingerprint = system_fingerprint
+        self.created = int(time.time())
+        self._open_controller = open_controller
+
+    @property
+    def model_name(self) -> str:
+        """What the API calls this engine's model."""
+        return self.target.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The words of both models."""
+        return self.target.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.target.context_length
+
+    @asynccontextmanager
+    async def session(self, request: GenerationRequest) -> AsyncIterator[Session]:
+        """A session with caches of its own for as long as the block lasts."""
+        async with AsyncExitStack() as stack:
+            target_lm = await stack.enter_async_context(self.target.slot(request.prompt))
+            verifier = LocalVerifier(target_lm, self.thread, request.num_top_logprobs)
+            drafters: list[Drafter] = [NgramDrafter()]
+            if request.prediction:
+                drafters.insert(0, PredictionDrafter(request.prediction, len(request.prompt)))
+            if self.draft is not None:
+                draft_lm = await stack.enter_async_context(self.draft.slot(request.prompt))
+                drafters.append(ModelDrafter(draft_lm, self.thread))
+            verifiers: dict[Mode, Verifier] = {Mode.LOCAL_DIRECT: verifier, Mode.LOCAL_SPECULATIVE: verifier}
+            yield Session(
+                request, self._open_controller(request), ChainDrafter(drafters), verifiers, self.context_length
+            )
+
+    async def close(self) -> None:
+        """Let the running job end and stop the thread."""
+        self.thread.stop()
