@@ -1,0 +1,75 @@
+"""Everything a request meets on its way, built once at the start and handed to the routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from edge_agent.config import EdgeSettings
+from edge_agent.engine import Engine
+from edge_agent.metrics import EdgeMetrics
+from edge_agent.report import EnergyMeter
+from edge_agent.scheduler import Scheduler
+from edge_agent.translate import Translator
+from shared.inference_thread import InferenceThread
+
+PROBE_WAIT_S = 0.5
+"""How long `/ready` waits for the inference thread before it judges by the thread's last sign of life."""
+SILENCE_S = 60.0
+"""A thread that takes longer for one job is taken for stuck; the slowest prefill chunk takes some seconds."""
+
+
+class Heartbeat:
+    """Whether the inference thread is alive, told without a long wait while it is busy."""
+
+    def __init__(self, thread: InferenceThread, clock: Callable[[], float] = time.monotonic) -> None:
+        self._thread = thread
+        self._clock = clock
+        self._probe: asyncio.Task[bool] | None = None
+        self._probe_started = 0.0
+
+    async def beats(self) -> bool:
+        """True when a job gets through now, or the latest to be sent is still young."""
+        if self._probe is None or self._probe.done():
+            self._probe_started = self._clock()
+            self._probe = asyncio.create_task(self._thread.responds(SILENCE_S))
+        await asyncio.wait({self._probe}, timeout=PROBE_WAIT_S)
+        return self._probe.result() if self._probe.done() else self._clock() - self._probe_started < SILENCE_S
+
+    async def stop(self) -> None:
+        """Leave no probe behind."""
+        if self._probe is not None:
+            self._probe.cancel()
+            await asyncio.wait({self._probe})
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The parts of a running edge agent. meter: None where energy is not measured."""
+
+    settings: EdgeSettings
+    engine: Engine
+    scheduler: Scheduler
+    metrics: EdgeMetrics
+    translator: Translator
+    heartbeat: Heartbeat
+    meter: EnergyMeter | None = None
+    clock: Callable[[], float] = field(default=time.perf_counter)
+
+    async def ready(self) -> bool:
+        """Whether a request sent now would be answered."""
+        return not self.scheduler.draining and await self.heartbeat.beats()
+
+
+def build_agent(settings: EdgeSettings, engine: Engine) -> Agent:
+    """An agent around a loaded engine."""
+    scheduler = Scheduler(settings.max_running, settings.max_waiting)
+    metrics = EdgeMetrics()
+    metrics.watch(scheduler)
+    metrics.model_info.info(
+        {"target": engine.model_name, "draft": settings.draft, "fingerprint": engine.system_fingerprint}
+    )
+    translator = Translator(engine, settings.acceptance_rule, settings.max_gamma)
+    return Agent(settings, engine, scheduler, metrics, translator, Heartbeat(engine.thread))

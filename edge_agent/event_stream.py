@@ -1,0 +1,117 @@
+"""Server-sent events over ASGI: pulled by the client's pace, pinged through silence, ended when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from edge_agent.http_errors import encode_json, error_body
+from shared.errors import SouschefError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+Frames = AsyncGenerator[bytes, None]
+
+
+class ClientLeftError(Exception):
+    """The client has closed the connection: there is nobody to answer."""
+
+
+def frame(content: dict[str, Any]) -> bytes:
+    """One event."""
+    return f"data: {encode_json(content)}\n\n".encode("ascii")
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, but no longer than the client is there; when this returns, the work has ended either way.
+
+    Raises:
+        ClientLeftError: the client left; the work was cancelled and has cleaned up.
+    """
+    task = asyncio.create_task(work)
+    listener = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, listener}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientLeftError
+    finally:
+        task.cancel()
+        listener.cancel()
+        await asyncio.gather(task, listener, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends frames as they are made. The first is already here: whatever could go wrong before it has had its status.
+
+    A frame is made only after the one before was taken by the socket, so that a slow client slows its own answer and
+    fills no memory; one that takes nothing for `stall_s` is given up.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, frames: Frames, *, ping_s: float, stall_s: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._frames = frames
+        self._ping_s = ping_s
+        self._stall_s = stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything; the frames are closed whatever happens."""
+        async with aclosing(self._frames):
+            try:
+                await run_until_disconnect(receive, self._send_all(send))
+            except ClientLeftError:
+                logger.debug("client left")
+            except TimeoutError:
+                logger.warning("client took nothing for %.0f s and was given up", self._stall_s)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._send(send, self._first)
+        try:
+            while (data := await self._next(send)) is not None:
+                await self._send(send, data)
+        except SouschefError as error:
+            logger.warning("answer failed after its start: %s", type(error).__name__)
+            await self._send(send, frame(error_body(error)))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            logger.exception("answer failed after its start")
+            await self._send(send, frame(error_body(error)))
+        await self._send(send, b"", more=False)
+
+    async def _next(self, send: Send) -> bytes | None:
+        """The next frame, None at the end; pings while it is being made."""
+        made = asyncio.ensure_future(anext(self._frames, None))
+        try:
+            while not (await asyncio.wait({made}, timeout=self._ping_s))[0]:
+                await self._send(send, PING)
+            return made.result()
+        finally:
+            if not made.done():
+                made.cancel()
+                await asyncio.wait({made})
+
+    async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
+        async with asyncio.timeout(self._stall_s):
+            await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,279 @@
+"""What a caller gets: OpenAI's response bodies and stream chunks, with our `souschef` object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NotRequired, Protocol
+
+from typing_extensions import TypedDict
+
+from edge_agent.piece import LoggedToken
+from edge_agent.report import Report, Tally, Usage
+from edge_agent.round import FinishReason
+from shared.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity; vLLM reports this in its place."""
+
+
+class TopLogprob(TypedDict):
+    """A token that could have stood in a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer, with the likeliest ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """Log probabilities of a chat answer's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class TextLogprobs(TypedDict):
+    """Log probabilities of a completion's tokens. text_offset: where each begins in the answer."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AssistantMessage(TypedDict):
+    """The answer."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    """The one choice of a chat answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class TextChoice(TypedDict):
+    """The one choice of a completion, and of its chunks."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+
+
+class _Response(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChatCompletion(_Response):
+    """Body of a whole chat answer."""
+
+    choices: list[ChatChoice]
+    usage: Usage
+    souschef: Report
+
+
+class TextCompletion(_Response):
+    """Body of a whole completion."""
+
+    choices: list[TextChoice]
+    usage: Usage
+    souschef: Report
+
+
+class Delta(TypedDict):
+    """What a chunk adds."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What every body and chunk of a response repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def body(self, object_name: str) -> dict[str, Any]:
+        """The fields in OpenAI's order."""
+        return {
+            "id": self.id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+class ResponseShape(Protocol):
+    """How one route spells an answer."""
+
+    chunk_object: str
+
+    def whole(self, text: str, logged: Sequence[LoggedToken], finish_reason: FinishReason, tally: Tally) -> Any:
+        """The body of a whole answer."""
+
+    def opening(self) -> Any:
+        """The choice of a stream's first chunk, sent before there is any text."""
+
+    def delta(self, text: str, logged: Sequence[LoggedToken]) -> Any:
+        """The choice of a chunk with text."""
+
+    def finish(self, finish_reason: FinishReason) -> Any:
+        """The choice of the chunk that ends the answer."""
+
+
+class ChatShape:
+    """`/v1/chat/completions`."""
+
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, head: Head, tokenizer: Tokenizer, with_logprobs: bool) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
+
+    def whole(
+        self, text: str, logged: Sequence[LoggedToken], finish_reason: FinishReason, tally: Tally
+    ) -> ChatCompletion:
+        """The body of a whole answer."""
+        choice: ChatChoice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(logged),
+            "finish_reason": finish_reason.value,
+        }
+        head: Any = self._head.body("chat.completion")
+        return {**head, "choices": [choice], "usage": tally.usage(), "souschef": tally.report()}
+
+    def opening(self) -> dict[str, Any]:
+        """The role, once."""
+        return self._choice({"role": "assistant", "content": ""})
+
+    def delta(self, text: str, logged: Sequence[LoggedToken]) -> dict[str, Any]:
+        """More text."""
+        return self._choice({"content": text}, self._logprobs(logged))
+
+    def finish(self, finish_reason: FinishReason) -> dict[str, Any]:
+        """The end."""
+        return self._choice({}, finish_reason=finish_reason.value)
+
+    def _choice(
+        self, delta: Delta, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, logged: Sequence[LoggedToken]) -> ChatLogprobs | None:
+        if not self._with_logprobs:
+            return None
+        return {"content": [self._token(entry) for entry in logged], "refusal": None}
+
+    def _token(self, entry: LoggedToken) -> TokenLogprob:
+        top = [self._alternative(token, logprob) for token, logprob in entry.logprobs.top]
+        return {**self._alternative(entry.token, entry.logprobs.logprob), "top_logprobs": top}
+
+    def _alternative(self, token: int, logprob: float) -> TopLogprob:
+        data = self._tokenizer.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(data)}
+
+
+class TextShape:
+    """`/v1/completions`."""
+
+    chunk_object = "text_completion"
+
+    def __init__(self, head: Head, tokenizer: Tokenizer, with_logprobs: bool) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
+        self._offset = 0
+
+    def whole(
+        self, text: str, logged: Sequence[LoggedToken], finish_reason: FinishReason, tally: Tally
+    ) -> TextCompletion:
+        """The body of a whole answer."""
+        choice: TextChoice = {**self.delta(text, logged), "finish_reason": finish_reason.value}
+        head: Any = self._head.body("text_completion")
+        return {**head, "choices": [choice], "usage": tally.usage(), "souschef": tally.report()}
+
+    def opening(self) -> TextChoice:
+        """No text yet."""
+        return self._choice("", None)
+
+    def delta(self, text: str, logged: Sequence[LoggedToken]) -> TextChoice:
+        """More text."""
+        return self._choice(text, self._logprobs(logged) if self._with_logprobs else None)
+
+    def finish(self, finish_reason: FinishReason) -> TextChoice:
+        """The end."""
+        return {**self._choice("", None), "finish_reason": finish_reason.value}
+
+    def _choice(self, text: str, logprobs: TextLogprobs | None) -> TextChoice:
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def _logprobs(self, logged: Sequence[LoggedToken]) -> TextLogprobs:
+        tokens = [self._text(entry.token) for entry in logged]
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(entry.logprobs.logprob, LOWEST_LOGPROB) for entry in logged],
+            "top_logprobs": [
+                {self._text(token): max(logprob, LOWEST_LOGPROB) for token, logprob in entry.logprobs.top}
+                for entry in logged
+            ],
+            "text_offset": offsets,
+        }
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode(errors="replace")
+
+
+class StreamChunks:
+    """The chunks of one stream. `usage` stands in every chunk when it was asked for, null in all but the last."""
+
+    def __init__(self, head: Head, shape: ResponseShape, include_usage: bool) -> None:
+        self._head = head
+        self._shape = shape
+        self._include_usage = include_usage
+
+    def opening(self) -> dict[str, Any]:
+        """The first chunk."""
+        return self._chunk([self._shape.opening()])
+
+    def delta(self, text: str, logged: Sequence[LoggedToken]) -> dict[str, Any]:
+        """A chunk with text."""
+        return self._chunk([self._shape.delta(text, logged)])
+
+    def closing(self, finish_reason: FinishReason, tally: Tally) -> list[dict[str, Any]]:
+        """The finish chunk and, when asked for, the usage chunk; the last of them holds the report."""
+        chunks = [self._chunk([self._shape.finish(finish_reason)])]
+        if self._include_usage:
+            chunks.append(self._chunk([]) | {"usage": tally.usage()})
+        chunks[-1]["souschef"] = tally.report()
+        return chunks
+
+    def _chunk(self, choices: list[Any]) -> dict[str, Any]:
+        chunk = {**self._head.body(self._shape.chunk_object), "choices": choices}
+        return chunk | ({"usage": None} if self._include_usage else {})

@@ -1,0 +1,71 @@
+"""uvicorn with a stop that keeps its promises: not ready at once, running answers finish within the grace time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from edge_agent.agent import Agent
+
+LAST_BYTES_S = 5
+"""After the grace time: how long the error frames of unfinished streams may take to leave."""
+
+
+class Server(uvicorn.Server):
+    """Serves one application until SIGINT or SIGTERM; a second SIGINT ends it at once."""
+
+    def __init__(self, app: FastAPI, host: str, port: int, on_ready: Callable[[int], None] = lambda port: None) -> None:
+        """on_ready is called once with the port, when requests can be answered."""
+        config = uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=LAST_BYTES_S,
+        )
+        super().__init__(config)
+        self._app = app
+        self._on_ready = on_ready
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then tell."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_ready(self.port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Keep listening while running answers finish, so that `/ready` can say no; then close."""
+        agent: Agent = self._app.state.agent
+        drain = asyncio.create_task(agent.scheduler.drain(agent.settings.grace_s))
+        while not drain.done() and not self.force_exit:
+            await asyncio.wait({drain}, timeout=0.1)
+        drain.cancel()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but a stop that was asked for is a clean end of the process: the signal is not raised again."""
+        loop = asyncio.get_running_loop()
+        captured = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # Not in the main thread.
+                loop.add_signal_handler(number, self.handle_exit, number, None)
+                captured.append(number)
+        try:
+            yield
+        finally:
+            for number in captured:
+                loop.remove_signal_handler(number)

@@ -1,0 +1,98 @@
+"""Real servers on free ports, and clients that misbehave on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from edge_agent.agent import Agent
+from edge_agent.app import create_app
+from edge_agent.config import EdgeSettings
+from edge_agent.engine import Engine
+from edge_agent.server import Server
+
+START_LIMIT_S = 60.0
+
+
+@dataclass
+class RunningServer:
+    """An edge agent that listens."""
+
+    server: Server
+    agent: Agent
+    thread: threading.Thread
+
+    @property
+    def port(self) -> int:
+        return self.server.port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        """Begin a graceful stop, as SIGTERM does, without waiting for its end."""
+        self.server.should_exit = True
+
+
+@contextmanager
+def run_server(settings: EdgeSettings, make_engine: Callable[[], Engine]) -> Iterator[RunningServer]:
+    """A real edge agent in a thread of its own; stopped, however the block ends."""
+
+    async def load() -> Engine:
+        return make_engine()
+
+    app = create_app(settings, load)
+    listening = threading.Event()
+    server = Server(app, settings.host, settings.port, lambda port: listening.set())
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    thread.start()
+    try:
+        if not listening.wait(START_LIMIT_S):
+            raise RuntimeError("the server did not start")
+        yield RunningServer(server, app.state.agent, thread)
+    finally:
+        server.should_exit = True
+        thread.join(START_LIMIT_S)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    """Wait for what another thread does; fails past a limit that is only there for a hang."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("waited too long")
+        time.sleep(0.01)
+
+
+def post_bytes(path: str, body: dict[str, Any], **headers: str) -> bytes:
+    """A raw HTTP/1.1 request with a JSON body."""
+    data = json.dumps(body).encode()
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def events(body: str) -> list[Any]:
+    """The JSON of each event of a stream, and `[DONE]` as it is. Fails on anything that isn't an event or a ping."""
+    found: list[Any] = []
+    for block in body.split("\n\n"):
+        if block in ("", ": ping"):
+            continue
+        assert block.startswith("data: "), block
+        assert "\n" not in block
+        data = block.removeprefix("data: ")
+        found.append(data if data == "[DONE]" else json.loads(data))
+    return found
