@@ -46,6 +46,13 @@ class RoundController(Protocol):
         """
 
 
+class RoundPolicy(Protocol):
+    """Opens a controller for each request."""
+
+    def open(self, request: GenerationRequest) -> RoundController:
+        """The controller of a new request."""
+
+
 class FixedController:
     """The same gamma in every round, as far as the request allows: for measuring, and for a device with no policy."""
 
@@ -70,3 +77,14 @@ class FixedController:
     def cloud_failed(self, state: RoundState) -> Decision:
         """Direct decoding."""
         return Decision(Mode.LOCAL_DIRECT, 0, Reason.CLOUD_UNAVAILABLE)
+
+
+class FixedPolicy:
+    """Gives every request a `FixedController`."""
+
+    def __init__(self, gamma: int) -> None:
+        self._gamma = gamma
+
+    def open(self, request: GenerationRequest) -> RoundController:
+        """A controller with the fixed gamma."""
+        return FixedController(self._gamma)

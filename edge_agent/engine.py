@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from edge_agent.controller import RoundController
+from edge_agent.controller import RoundPolicy
 from edge_agent.decision import Mode
 from edge_agent.drafters import ChainDrafter, Drafter, ModelDrafter, NgramDrafter, PredictionDrafter
 from edge_agent.request import GenerationRequest
@@ -49,8 +49,8 @@ class Engine:
         target: LocalModel,
         draft: LocalModel | None,
         thread: InferenceThread,
-        open_controller: Callable[[GenerationRequest], RoundController],
-        chat_template: ChatTemplate | None = None,
+        policy: RoundPolicy,
+        chat_template: ChatTemplate,
         system_fingerprint: str = "",
     ) -> None:
         """Raises `TokenizerMismatchError` when the draft counts in other tokens than the target."""
@@ -66,7 +66,7 @@ class Engine:
         self.chat_template = chat_template
         self.system_fingerprint = system_fingerprint
         self.created = int(time.time())
-        self._open_controller = open_controller
+        self.policy = policy
 
     @property
     def model_name(self) -> str:
@@ -96,9 +96,7 @@ class Engine:
                 draft_lm = await stack.enter_async_context(self.draft.slot(request.prompt))
                 drafters.append(ModelDrafter(draft_lm, self.thread))
             verifiers: dict[Mode, Verifier] = {Mode.LOCAL_DIRECT: verifier, Mode.LOCAL_SPECULATIVE: verifier}
-            yield Session(
-                request, self._open_controller(request), ChainDrafter(drafters), verifiers, self.context_length
-            )
+            yield Session(request, self.policy.open(request), ChainDrafter(drafters), verifiers, self.context_length)
 
     async def close(self) -> None:
         """Let the running job end and stop the thread."""

@@ -62,10 +62,8 @@ class Translator:
         )
 
     def _chat_prompt(self, body: ChatRequest) -> Sequence[int]:
-        template = self._engine.chat_template
-        if template is None:
-            raise BadRequestError("this model has no chat template: use /v1/completions", code="no_chat_template")
-        return template.encode(self._engine.tokenizer, [message.for_template() for message in body.messages])
+        messages = [message.for_template() for message in body.messages]
+        return self._engine.chat_template.encode(self._engine.tokenizer, messages)
 
     def _text_prompt(self, body: CompletionRequest) -> Sequence[int]:
         """The prompt's ids. Text never becomes a control token; who sends ids knows what they do."""

@@ -1,15 +1,16 @@
-"""A whole engine around toy models: real tokenizer, template, sessions, caches and thread; only the logits are made up."""
+"""A whole engine around toy models: real tokenizer, template, sessions, caches and thread; the logits are made up"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from edge_agent.config import EdgeSettings
-from edge_agent.controller import FixedController
+from edge_agent.controller import FixedPolicy
 from edge_agent.engine import Engine, LocalModel
 from shared.causal_lm import CausalLM, Logits
 from shared.chat_template import ChatTemplate
@@ -119,7 +120,7 @@ def toy_engine(
         model,
         None,
         InferenceThread(),
-        lambda request: FixedController(gamma),
+        FixedPolicy(gamma),
         ChatTemplate(TEMPLATE if chat else None, None, END),
         "fp_toy",
     )
@@ -139,6 +140,6 @@ def table_engine(*, seed: int = 5, gamma: int = 3, max_slots: int = 8, sharpness
     )
 
 
-def toy_settings(**values: object) -> EdgeSettings:
+def toy_settings(**values: Any) -> EdgeSettings:
     """Settings of a test's agent: a free port, nothing downloaded."""
-    return EdgeSettings(**{"port": 0, "target": MODEL_NAME, "draft": "none", "context_length": 256, **values})
+    return EdgeSettings(**{"port": 0, "target": MODEL_NAME, "draft": "none", "context_length": 256} | values)
