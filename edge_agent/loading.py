@@ -1,0 +1,100 @@
+"""From settings to an engine that is ready: fetch, build, load, warm up, calibrate."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+from edge_agent.calibration import measure_curve
+from edge_agent.config import EdgeSettings
+from edge_agent.cost_model import CostModel
+from edge_agent.energy import choose_meter
+from edge_agent.engine import Engine, LocalModel
+from edge_agent.policy_controller import PolicyEngine, Senses
+from edge_agent.thresholds import choose_thresholds
+from shared.causal_lm import CausalLM
+from shared.chat_template import ChatTemplate
+from shared.inference_thread import InferenceThread
+from shared.kv_slots import SlotPool
+from shared.models.cache import ModelCache
+from shared.models.catalogue import Role
+from shared.models.directory import open_model_directory
+from shared.models.progress import ProgressListener
+from shared.models.pull import pull
+from shared.onnx_lm import OnnxModel
+from shared.tokenizer import Tokenizer
+
+DRAFT_POSITIONS = (1, 2)
+"""A draft model draws one token a pass; it is fed two after every round that was accepted whole."""
+
+
+async def load_engine(settings: EdgeSettings, senses: Senses, progress: ProgressListener) -> Engine:
+    """An engine with its models in memory, warm and measured.
+
+    Raises:
+        ModelError: a model can't be fetched, built or loaded.
+        ConfigError: a setting names something that doesn't exist.
+    """
+    cache = ModelCache(settings.cache_dir)
+    thresholds = choose_thresholds(settings.policy).model_copy(update={"objective": settings.objective})
+    target_path = await asyncio.to_thread(pull, settings.target, cache, progress=progress)
+    draft_path = (
+        await asyncio.to_thread(pull, settings.draft, cache, role="draft", progress=progress)
+        if settings.has_draft
+        else None
+    )
+    thread = InferenceThread()
+    try:
+        target, curve = await thread.run(_load, settings, settings.target, "target", target_path, progress)
+        draft, draft_cost = None, {}
+        if draft_path is not None:
+            draft, draft_curve = await thread.run(_load, settings, settings.draft, "draft", draft_path, progress)
+            draft_cost = {"model": draft_curve[0]}
+        policy = PolicyEngine(
+            CostModel(curve, draft_cost),
+            thresholds,
+            drafters=("prediction", "ngram", *draft_cost),
+            senses=senses,
+            meter=choose_meter(settings.policy),
+        )
+        return Engine(target, draft, thread, policy, _template(target.tokenizer), _fingerprint(target_path, draft_path))
+    except BaseException:
+        thread.stop()
+        raise
+
+
+def _load(
+    settings: EdgeSettings, reference: str, role: Role, path: Path, progress: ProgressListener
+) -> tuple[LocalModel, list[float]]:
+    """Load one model, warm it, and measure what its passes cost."""
+    progress(f"loading {_name(reference)}", 0, 0)
+    model = OnnxModel(path, context_length=settings.context_length, num_threads=settings.threads)
+    slots: SlotPool[CausalLM] = SlotPool(model.new_cache, settings.max_running)
+    lm = slots.acquire(())
+    curve = measure_curve(lm) if role == "target" else measure_curve(lm, positions=DRAFT_POSITIONS)
+    slots.release(lm)
+    local = LocalModel(
+        _name(reference),
+        Tokenizer.from_directory(path),
+        slots,
+        model.context_length,
+        open_model_directory(path).weight_bytes,
+    )
+    return local, curve
+
+
+def _name(reference: str) -> str:
+    """What the API calls a model: the catalogue's name, or the file's without its ending."""
+    return Path(reference.rsplit("/", 1)[-1].removeprefix("file:").removeprefix("hf:")).name.removesuffix(".gguf")
+
+
+def _template(tokenizer: Tokenizer) -> ChatTemplate:
+    ends = sorted(tokenizer.eos_ids)
+    return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.decode(ends[:1], skip_special=False))
+
+
+def _fingerprint(*paths: Path | None) -> str:
+    """Changes when a model or how it was built changes: OpenAI's `system_fingerprint`."""
+    names = "|".join(path.name for path in paths if path is not None)
+    return "fp_" + hashlib.sha256(names.encode()).hexdigest()[:12]
