@@ -86,7 +86,7 @@ class GgufTokenizer:
     model: str
     pre: str | None
     tokens: Sequence[str]
-    types: Sequence[int]
+    types: Sequence[TokenType]
     merges: Sequence[str]
     scores: Sequence[float]
     bos_id: int | None
@@ -109,8 +109,10 @@ class GgufTokenizer:
         if tokens is None:
             raise UnsupportedModelError(f"{path.name} holds no tokenizer (tokenizer.ggml.tokens)")
         named_ends = [value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        types = value("tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))
+        types = [TokenType(kind) for kind in value("tokenizer.ggml.token_type", [TokenType.NORMAL] * len(tokens))]
         by_name = [i for i, token in enumerate(tokens) if token in _END_TEXTS and types[i] != TokenType.NORMAL]
+        for i in by_name:  # Some files call them user-defined.
+            types[i] = TokenType.CONTROL
         return cls(
             model=value("tokenizer.ggml.model", "none"),
             pre=value("tokenizer.ggml.pre"),

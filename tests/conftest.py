@@ -1,0 +1,42 @@
+"""Models for the tests that need a real one: fetched and built once, then found in the cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shared.models.cache import ModelCache
+from shared.models.pull import fetch_gguf, pull
+
+_SMOLLM2 = "smollm2-135m-instruct"
+_QWEN_05 = "qwen2.5-coder-0.5b-instruct"
+
+
+def _gguf(name: str) -> Path:
+    """The file in $SOUSCHEF_TEST_GGUF_DIR if it is there, else in the cache."""
+    given = Path(os.environ.get("SOUSCHEF_TEST_GGUF_DIR", "")) / f"{name}.gguf"
+    return given if given.is_file() else fetch_gguf(name, ModelCache())
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    return _gguf(_SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def smollm2_directory() -> Path:
+    return pull(_SMOLLM2, ModelCache())
+
+
+@pytest.fixture(scope="session")
+def qwen05_gguf() -> Path:
+    """Half a gigabyte: for tests marked `model`."""
+    return _gguf(_QWEN_05)
+
+
+@pytest.fixture(scope="session")
+def qwen05_directory() -> Path:
+    """Minutes to build the first time: for tests marked `model`."""
+    return pull(_QWEN_05, ModelCache())
