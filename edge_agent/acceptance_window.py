@@ -1,0 +1,148 @@
+"""How likely a draft token is accepted, learnt from verified drafts.
+
+Acceptance depends on who drafted (an n-gram, a model), on how sure it was (match length, probability), and on the
+position in the draft: given that the tokens before it were right, a later one is likelier right. So there is one cell
+for each (drafter, confidence, position), and its estimate shrinks towards what is known on a wider scale while it has
+few samples:
+
+    drafter's own confidence -> all drafts of this process -> drafts of this request
+
+Rounds that verified no draft are no samples. Old samples fade, so that a text that changes is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shared.acceptance import Draft
+
+DEFAULT_CONFIDENCE = 0.5
+CONFIDENCE_STEPS = 20
+LAST_POSITION = 4
+"""Positions from here on share a cell."""
+
+Cell = tuple[str, int, int]
+
+
+def cell(draft: Draft, position: int) -> Cell:
+    """The cell of the draft's token at `position`."""
+    return draft.drafter, int(confidence(draft, position) * CONFIDENCE_STEPS), min(position, LAST_POSITION)
+
+
+def confidence(draft: Draft, position: int) -> float:
+    """The drafter's own probability that this token is right."""
+    if position >= len(draft.confidences):
+        return DEFAULT_CONFIDENCE
+    return min(max(draft.confidences[position], 0.0), 1.0)
+
+
+@dataclass
+class Tally:
+    """Fading counts of tokens judged and accepted."""
+
+    judged: float = 0.0
+    accepted: float = 0.0
+
+    def add(self, accepted: bool, keep: float) -> None:
+        """One more; the older ones fade by `keep`."""
+        self.judged = self.judged * keep + 1.0
+        self.accepted = self.accepted * keep + accepted
+
+    def rate(self, prior: float, strength: float) -> float:
+        """The accepted share, as if `strength` tokens had been judged at the `prior` rate before."""
+        return (prior * strength + self.accepted) / (strength + self.judged)
+
+
+@dataclass
+class AcceptanceStats:
+    """What one scope (the process, a request) has seen. half_life: in samples of a cell."""
+
+    half_life: float
+    strength: float
+    cells: dict[Cell, Tally] = field(default_factory=dict)
+    drafters: dict[str, Tally] = field(default_factory=dict)
+
+    def add(self, draft: Draft, accepted: int) -> None:
+        """A verified draft whose first `accepted` tokens stood. What comes after the first rejection tells nothing."""
+        keep = 0.5 ** (1.0 / self.half_life)
+        for position, stood in judged(draft, accepted):
+            self.cells.setdefault(cell(draft, position), Tally()).add(stood, keep)
+            self.drafters.setdefault(draft.drafter, Tally()).add(stood, keep)
+
+    def rate(self, draft: Draft, position: int, prior: float) -> float:
+        """Chance that the token at `position` is accepted, given that those before it were."""
+        tally = self.cells.get(cell(draft, position))
+        return tally.rate(prior, self.strength) if tally else prior
+
+
+def judged(draft: Draft, accepted: int) -> Iterator[tuple[int, bool]]:
+    """(position, whether it was accepted) of the tokens that the target really judged."""
+    for position in range(min(accepted + 1, len(draft))):
+        yield position, position < accepted
+
+
+class AcceptancePrior:
+    """What all requests of this process have shown: slow, and where every request starts from."""
+
+    def __init__(self, half_life: float = 300.0, strength: float = 6.0, trust: float = 20.0) -> None:
+        """strength, trust: how many samples it takes to outweigh a cell's, and a drafter's, own confidence."""
+        self._stats = AcceptanceStats(half_life, strength)
+        self._claimed: dict[str, Tally] = {}
+        self._keep = 0.5 ** (1.0 / half_life)
+        self._trust = trust
+
+    def add(self, draft: Draft, accepted: int) -> None:
+        """A verified draft."""
+        for position, _ in judged(draft, accepted):
+            claim = self._claimed.setdefault(draft.drafter, Tally())
+            claim.judged = claim.judged * self._keep + 1.0
+            claim.accepted = claim.accepted * self._keep + confidence(draft, position)
+        self._stats.add(draft, accepted)
+
+    def rate(self, draft: Draft, position: int) -> float:
+        """Chance of the token at `position`, given those before it."""
+        return self._stats.rate(draft, position, confidence(draft, position) * self.honesty(draft.drafter))
+
+    def honesty(self, drafter: str) -> float:
+        """Accepted over claimed, at most 1: a drafter that boasts in one cell is believed less in all of them."""
+        tally, claim = self._stats.drafters.get(drafter), self._claimed.get(drafter)
+        if tally is None or claim is None:
+            return 1.0
+        return min(1.0, (self._trust / 2 + tally.accepted) / (self._trust / 2 + claim.accepted))
+
+
+class AcceptanceWindow:
+    """One request's view. Starts from the prior, then believes its own text."""
+
+    def __init__(self, prior: AcceptancePrior, half_life: float = 30.0, strength: float = 8.0) -> None:
+        self._prior = prior
+        self._stats = AcceptanceStats(half_life, strength)
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.num_verified_drafts = 0
+
+    def add(self, draft: Draft, accepted: int) -> None:
+        """A verified draft; an empty one is no sample."""
+        if not draft.tokens:
+            return
+        self.num_verified_drafts += 1
+        self.num_drafted += len(draft)
+        self.num_accepted += accepted
+        self._stats.add(draft, accepted)
+        self._prior.add(draft, accepted)
+
+    def rates(self, draft: Draft) -> list[float]:
+        """For each token the chance that it is accepted, given those before it."""
+        return [self._stats.rate(draft, i, self._prior.rate(draft, i)) for i in range(len(draft))]
+
+    def typical_rates(self, drafter: str, gamma: int, expected: float) -> list[float]:
+        """The same before a draft is there: by position, over all confidences. expected: the drafter's prior rate."""
+        prior = expected * self._prior.honesty(drafter)
+        tally = self._stats.drafters.get(drafter)
+        return [tally.rate(prior, self._stats.strength) if tally else prior] * gamma
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over verified draft tokens of this request; None while none was verified."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None

@@ -1,0 +1,313 @@
+"""The controller behind every request: reads the device, the link and the run, asks the policy, and learns."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edge_agent.acceptance_window import AcceptancePrior
+from edge_agent.config import Objective
+from edge_agent.controller import RoundState
+from edge_agent.cost_model import CostCurve, CostModel
+from edge_agent.decision import Decision, Mode, Reason
+from edge_agent.device_state import UNKNOWN_DEVICE, DeviceState
+from edge_agent.draft_advisor import EXPECTED_RATES, DraftAdvisor, SpeculationLedger
+from edge_agent.energy import CpuTimeMeter, EnergyAccount, EnergyMeter, EnergyUse, radio_j
+from edge_agent.gamma_chooser import Choice, best_length, curve_mix
+from edge_agent.link_state import NO_LINK, LinkState
+from edge_agent.policy import PolicyInputs, PolicyMemory, Wishes, decide
+from edge_agent.request import Execution, GenerationRequest, Speculation
+from edge_agent.round import Round
+from edge_agent.thresholds import Thresholds
+from shared.acceptance import Draft
+from shared.errors import CloudUnavailableError
+
+ENERGY_WEIGHTS = {Objective.LATENCY: 0.0, Objective.BALANCED: 0.5, Objective.ENERGY: 1.0}
+DECISIONS_KEPT = 50
+FIRST_GUESS_OF_LENGTH = 128.0
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Requests that decode now, and requests that wait for it."""
+
+    running: int = 1
+    waiting: int = 0
+
+
+@dataclass(frozen=True)
+class Senses:
+    """Where the policy looks before each round. Each call must be cheap: it stands in the request's path."""
+
+    device: Callable[[], DeviceState] = lambda: UNKNOWN_DEVICE
+    link: Callable[[], LinkState] = lambda: NO_LINK
+    load: Callable[[], EngineLoad] = EngineLoad
+
+
+@dataclass(frozen=True)
+class NotedDecision:
+    """A decision as `GET /v1/policy` lists it."""
+
+    at: float
+    request_id: str
+    round: int
+    decision: Decision
+
+
+class PolicyEngine:
+    """What requests share: costs, acceptance so far, the device's rung, thresholds. Opens one controller a request."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        thresholds: Thresholds,
+        *,
+        drafters: Sequence[str] = ("prediction", "ngram"),
+        senses: Senses | None = None,
+        meter: EnergyMeter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """drafters: the names of those that sessions use; the costly ones need a cost in `costs`."""
+        self.costs = costs
+        self.thresholds = thresholds
+        self.drafters = tuple(drafters)
+        self.senses = senses or Senses()
+        self.energy = EnergyAccount(meter or CpuTimeMeter(4.0))
+        self.joules = CostModel(costs.curve.values)
+        self.prior = AcceptancePrior()
+        self.ledger = SpeculationLedger()
+        self.clock = clock
+        self.memory = PolicyMemory()
+        self.decisions: deque[NotedDecision] = deque(maxlen=DECISIONS_KEPT)
+        self.typical_length = FIRST_GUESS_OF_LENGTH
+        self._measured_joules = False
+
+    def open(self, request: GenerationRequest) -> PolicyController:
+        """The controller of a new request; it starts from the same place as every other."""
+        return PolicyController(self, request)
+
+    def update_thresholds(self, thresholds: Thresholds) -> None:
+        """New thresholds, from the next round on."""
+        self.thresholds = thresholds
+
+    def relative_curve(self) -> CostCurve:
+        """The curve that drafts are chosen by: c(m) in direct rounds, of time or energy as the objective says."""
+        weight = ENERGY_WEIGHTS[self.thresholds.objective] if self._measured_joules else 0.0
+        return curve_mix(self.costs.curve, self.joules.curve, weight)
+
+    def drafter_costs(self) -> dict[str, float]:
+        """Time of a draft token in direct rounds, by drafter."""
+        direct = self.costs.direct
+        return {name: self.costs.draft_cost(name) / direct for name in self.drafters}
+
+    def learn_energy(self, positions: int, joules: float) -> None:
+        """A round over so many positions, alone on the machine, took so many joules."""
+        self.joules.observe_verify(positions, joules)
+        self._measured_joules = True
+
+    def learn_length(self, num_generated: int) -> None:
+        """An answer ended after so many tokens."""
+        self.typical_length += 0.1 * (num_generated - self.typical_length)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The policy as `GET /v1/policy` shows it."""
+        last = self.decisions[-1].decision if self.decisions else None
+        return {
+            "mode": last.mode.value if last else None,
+            "gamma": last.gamma if last else None,
+            "reason": last.reason.value if last else None,
+            "heat_rung": self.memory.heat.name.lower(),
+            "battery_rung": self.memory.charge.name.lower(),
+            "thresholds": self.thresholds.model_dump(mode="json"),
+            "cost_model": {
+                "verify_ms": [round(value * 1e3, 3) for value in self.costs.curve.values],
+                "draft_token_ms": {name: round(cost * 1e3, 4) for name, cost in self.costs.draft_costs.items()},
+            },
+            "acceptance": {name: round(self.prior.honesty(name), 3) for name in self.drafters},
+            "credit": round(self.ledger.credit, 3),
+            "energy_source": self.energy.source,
+            "decisions": [
+                {
+                    "request_id": noted.request_id,
+                    "round": noted.round,
+                    "mode": noted.decision.mode.value,
+                    "gamma": noted.decision.gamma,
+                    "reason": noted.decision.reason.value,
+                    "age_s": round(self.clock() - noted.at, 3),
+                }
+                for noted in self.decisions
+            ],
+        }
+
+
+class PolicyController:
+    """One request's `RoundController`."""
+
+    def __init__(self, engine: PolicyEngine, request: GenerationRequest) -> None:
+        self._engine = engine
+        self._wishes = Wishes(request.execution, request.speculation, request.privacy, request.max_gamma)
+        self._request_id = request.request_id
+        self._advisor = DraftAdvisor(engine.drafter_costs(), engine.prior, engine.ledger, engine.thresholds.probe_every)
+        self._curve = engine.relative_curve()
+        self._last: Decision | None = None
+        self._proposed = Draft()
+        self._last_drafter: str | None = None
+        self._cloud_failed_at: float | None = None
+        self._load = EngineLoad()
+        self._spent = EnergyUse()
+
+    @property
+    def energy(self) -> EnergyUse:
+        """Joules of this request so far; how they are known: `energy_source`."""
+        return self._spent
+
+    @property
+    def energy_source(self) -> str:
+        """`rapl`, `battery`, `cpu_time_model` or `simulated`."""
+        return self._engine.energy.source
+
+    @property
+    def speedup(self) -> float:
+        """Estimated direct time over time with drafts, of the last rounds."""
+        return self._advisor.speedup
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over verified draft tokens; None while none was verified."""
+        return self._advisor.window.acceptance_rate
+
+    def draft_limit(self, drafter: str) -> int:
+        """The longest draft worth asking of this drafter in the coming round: for a chain of several."""
+        return self._advisor.limit(drafter) if self._wishes.speculation is not Speculation.ON else 16
+
+    def decide(self, state: RoundState) -> Decision:
+        """The orders for the next round."""
+        engine = self._engine
+        now = engine.clock()
+        engine.energy.begin(self)
+        self._load = engine.senses.load()
+        decision, engine.memory = decide(self._inputs(state, now), engine.thresholds, engine.memory, now)
+        self._note(state, decision, now)
+        return decision
+
+    def trim(self, state: RoundState, draft: Draft) -> int:
+        """The length that promises the most, judged by this draft's own confidences."""
+        self._proposed = draft
+        if self._last is not None and self._last.mode is Mode.CLOUD_VERIFY:
+            return len(draft)  # Its length was chosen for the link; the cloud charges by the round trip.
+        return self._advisor.trim(draft, self._curve, forced=self._wishes.speculation is Speculation.ON)
+
+    def observe(self, state: RoundState, round: Round) -> None:
+        """Learn costs, acceptance and energy from a finished round."""
+        engine = self._engine
+        joules = engine.energy.end(self)
+        self._spent += self._by_component(state, round, joules)
+        clean = self._is_clean_sample(round)
+        positions = len(round.draft) + 1
+        if round.decision.mode.on_device:
+            verify_cost, draft_cost = self._relative_costs(round, clean)
+            share = engine.thresholds.probe_share
+            self._advisor.observe(round.draft, round.accepted, verify_cost, draft_cost, share)
+            if clean:
+                engine.costs.observe_verify(positions, round.verify_s)
+                if joules > 0 and not round.draft_s > 0.1 * round.verify_s:
+                    engine.learn_energy(positions, joules)
+        else:
+            self._advisor.window.add(round.draft, round.accepted)
+        self._learn_draft_cost(round)
+        self._last = round.decision
+        if round.finish_reason is not None:
+            engine.learn_length(state.num_generated + len(round.tokens))
+
+    def cloud_failed(self, state: RoundState) -> Decision:
+        """Go on here, and leave the cloud alone for a while.
+
+        Raises:
+            CloudUnavailableError: the request is for the cloud only.
+        """
+        engine = self._engine
+        if self._wishes.execution is Execution.ONLY_CLOUD:
+            raise CloudUnavailableError("the cloud verifier can't be reached and the request forbids the device")
+        now = self._cloud_failed_at = engine.clock()
+        decision, engine.memory = decide(self._inputs(state, now), engine.thresholds, engine.memory, now)
+        decision = Decision(decision.mode, decision.gamma, Reason.CLOUD_UNAVAILABLE, decision.pace_s)
+        self._note(state, decision, now)
+        return decision
+
+    def _inputs(self, state: RoundState, now: float) -> PolicyInputs:
+        engine, thresholds = self._engine, self._engine.thresholds
+        link = engine.senses.link()
+        self._curve = engine.relative_curve()
+        self._advisor.update_costs(engine.drafter_costs())
+        ceiling = min(thresholds.max_gamma, self._wishes.max_gamma, len(engine.costs.curve.values) - 1)
+        cloud = self._cloud_choice(link)
+        failed = self._cloud_failed_at
+        return PolicyInputs(
+            wishes=self._wishes,
+            device=engine.senses.device(),
+            link=link,
+            link_failed=failed is not None and now - failed < thresholds.cloud_retry_s,
+            drafting=self._advisor.advise(self._curve, ceiling),
+            cloud_gamma=cloud.length,
+            cloud_speed=cloud.tokens * engine.costs.direct / cloud.cost,
+            direct_s=engine.costs.calibrated_direct,
+            num_generated=state.num_generated,
+            num_left=state.num_left,
+            expected_left=max(1, min(state.num_left, max(int(engine.typical_length) - state.num_generated, 32))),
+            context_left=state.context_left,
+            waiting=self._load.waiting,
+            previous=self._last.mode if self._last else None,
+        )
+
+    def _cloud_choice(self, link: LinkState) -> Choice:
+        """The best draft for the link: a round trip is paid once a round, so drafts are longer than here."""
+        if not link.usable or link.rtt_s is None or not link.verify_cost_s:
+            return Choice(0, 0.0, 1.0, float("inf"))
+        trip = link.rtt_s + link.queue_s
+        curve = CostCurve(tuple(trip + cost for cost in link.verify_cost_s))
+        costs = self._engine.costs
+        best = Choice(0, 0.0, 1.0, curve.at(1))
+        for name in self._engine.drafters:
+            rates = self._advisor.window.typical_rates(name, link.gamma_limit, EXPECTED_RATES.get(name, 0.5))
+            choice = best_length(rates, curve, value=curve.at(1), draft_cost=costs.draft_cost(name))
+            best = max(best, choice, key=lambda candidate: candidate.gain)
+        return best
+
+    def _note(self, state: RoundState, decision: Decision, now: float) -> None:
+        last = self._last
+        if last is None or (last.mode, last.gamma, last.reason) != (decision.mode, decision.gamma, decision.reason):
+            self._engine.decisions.append(NotedDecision(now, self._request_id, state.round, decision))
+
+    def _is_clean_sample(self, round: Round) -> bool:
+        """Whether the round's time is that of one pass: alone, and with nothing to catch up on."""
+        return round.number > 0 and self._load.running <= 1 and self._last is not None and self._last.mode.on_device
+
+    def _relative_costs(self, round: Round, clean: bool) -> tuple[float, float]:
+        """What verifying and drafting took in direct rounds: measured where that is sound, within bounds of what was
+        expected."""
+        curve, direct = self._engine.costs.curve, self._engine.costs.direct
+        expected = curve.at(len(round.draft) + 1)
+        verify = min(max(round.verify_s, 0.7 * expected), 1.5 * expected) if clean else expected
+        draft = round.draft_s if self._load.running <= 1 else 0.0
+        return verify / direct, draft / direct
+
+    def _learn_draft_cost(self, round: Round) -> None:
+        """By what was proposed, before it was trimmed. A drafter that sat out the last round catches up in this one."""
+        proposed, self._proposed = self._proposed, Draft()
+        drafter = proposed.drafter if proposed.tokens else None
+        if drafter is not None and drafter == self._last_drafter and self._load.running <= 1:
+            self._engine.costs.observe_draft(drafter, len(proposed), round.draft_s)
+        self._last_drafter = drafter
+
+    def _by_component(self, state: RoundState, round: Round, joules: float) -> EnergyUse:
+        """A round's joules by the share of time: a first round is all prefill; a cloud round's wait costs the radio."""
+        busy = round.draft_s + round.verify_s
+        draft = joules * round.draft_s / busy if busy > 0 else 0.0
+        rest = joules - draft
+        if not round.decision.mode.on_device:
+            network = self._engine.senses.device().network
+            return EnergyUse(draft=draft, verify=rest, cloud_radio=radio_j(network, 512, 512, round.verify_s))
+        return EnergyUse(draft=draft, prefill=rest) if state.round == 0 else EnergyUse(draft=draft, verify=rest)
