@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import platform
 from pathlib import Path
 
 from edge_agent.calibration import measure_curve
@@ -12,7 +13,7 @@ from edge_agent.cost_model import CostModel
 from edge_agent.energy import choose_meter
 from edge_agent.engine import Engine, LocalModel
 from edge_agent.policy_controller import PolicyEngine, Senses
-from edge_agent.thresholds import choose_thresholds
+from edge_agent.thresholds import PRESETS, Preset, Thresholds, choose_preset
 from shared.causal_lm import CausalLM
 from shared.chat_template import ChatTemplate
 from shared.inference_thread import InferenceThread
@@ -27,6 +28,7 @@ from shared.tokenizer import Tokenizer
 
 DRAFT_POSITIONS = (1, 2)
 """A draft model draws one token a pass; it is fed two after every round that was accepted whole."""
+ARM = ("aarch64", "arm64", "armv7l")
 
 
 async def load_engine(settings: EdgeSettings, senses: Senses, progress: ProgressListener) -> Engine:
@@ -37,7 +39,7 @@ async def load_engine(settings: EdgeSettings, senses: Senses, progress: Progress
         ConfigError: a setting names something that doesn't exist.
     """
     cache = ModelCache(settings.cache_dir)
-    thresholds = choose_thresholds(settings.policy).model_copy(update={"objective": settings.objective})
+    preset = choose_preset(settings.policy, is_arm=platform.machine() in ARM)
     target_path = await asyncio.to_thread(pull, settings.target, cache, progress=progress)
     draft_path = (
         await asyncio.to_thread(pull, settings.draft, cache, role="draft", progress=progress)
@@ -53,10 +55,10 @@ async def load_engine(settings: EdgeSettings, senses: Senses, progress: Progress
             draft_cost = {"model": draft_curve[0]}
         policy = PolicyEngine(
             CostModel(curve, draft_cost),
-            thresholds,
+            _thresholds(settings, preset),
             drafters=("prediction", "ngram", *draft_cost),
             senses=senses,
-            meter=choose_meter(settings.policy),
+            meter=choose_meter(preset),
         )
         return Engine(target, draft, thread, policy, _template(target.tokenizer), _fingerprint(target_path, draft_path))
     except BaseException:
@@ -82,6 +84,12 @@ def _load(
         open_model_directory(path).weight_bytes,
     )
     return local, curve
+
+
+def _thresholds(settings: EdgeSettings, preset: Preset) -> Thresholds:
+    """The preset's numbers, with the objective that the settings ask for."""
+    thresholds = PRESETS[preset]
+    return thresholds if settings.objective is None else thresholds.model_copy(update={"objective": settings.objective})
 
 
 def _name(reference: str) -> str:
