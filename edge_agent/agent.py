@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from edge_agent.config import EdgeSettings
 from edge_agent.engine import Engine
 from edge_agent.metrics import EdgeMetrics
+from edge_agent.policy_controller import EngineLoad, Senses
 from edge_agent.report import EnergyMeter
 from edge_agent.scheduler import Scheduler
 from edge_agent.translate import Translator
 from shared.inference_thread import InferenceThread
+
+EngineLoader = Callable[[Senses], Awaitable[Engine]]
 
 PROBE_WAIT_S = 0.5
 """How long `/ready` waits for the inference thread before it judges by the thread's last sign of life."""
@@ -63,13 +67,25 @@ class Agent:
         return not self.scheduler.draining and await self.heartbeat.beats()
 
 
-def build_agent(settings: EdgeSettings, engine: Engine) -> Agent:
-    """An agent around a loaded engine."""
+@asynccontextmanager
+async def open_agent(settings: EdgeSettings, load_engine: EngineLoader) -> AsyncIterator[Agent]:
+    """An agent with its engine loaded; the engine is closed at the end.
+
+    Raises:
+        SouschefError: whatever the loader raises.
+    """
     scheduler = Scheduler(settings.max_running, settings.max_waiting)
-    metrics = EdgeMetrics()
-    metrics.watch(scheduler)
-    metrics.model_info.info(
-        {"target": engine.model_name, "draft": settings.draft, "fingerprint": engine.system_fingerprint}
-    )
-    translator = Translator(engine, settings.acceptance_rule, settings.max_gamma)
-    return Agent(settings, engine, scheduler, metrics, translator, Heartbeat(engine.thread))
+    senses = Senses(load=lambda: EngineLoad(scheduler.num_running, scheduler.num_waiting))
+    engine = await load_engine(senses)
+    heartbeat = Heartbeat(engine.thread)
+    try:
+        metrics = EdgeMetrics()
+        metrics.watch(scheduler)
+        metrics.model_info.info(
+            {"target": engine.model_name, "draft": settings.draft, "fingerprint": engine.system_fingerprint}
+        )
+        translator = Translator(engine, settings.acceptance_rule, settings.max_gamma)
+        yield Agent(settings, engine, scheduler, metrics, translator, heartbeat)
+    finally:
+        await heartbeat.stop()
+        await engine.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,15 +11,12 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
-from edge_agent.agent import build_agent
+from edge_agent.agent import EngineLoader, open_agent
 from edge_agent.auth import BodyLimit, HostCheck, KeyCheck
 from edge_agent.config import EdgeSettings
-from edge_agent.engine import Engine
 from edge_agent.http_errors import install_error_handlers
 from edge_agent.openai_api import agent_of
 from edge_agent.openai_api import router as openai_router
-
-EngineLoader = Callable[[], Awaitable[Engine]]
 
 
 def create_app(settings: EdgeSettings, load_engine: EngineLoader) -> FastAPI:
@@ -27,14 +24,8 @@ def create_app(settings: EdgeSettings, load_engine: EngineLoader) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine = await load_engine()
-        try:
-            agent = build_agent(settings, engine)
-            app.state.agent = agent
+        async with open_agent(settings, load_engine) as app.state.agent:
             yield
-            await agent.heartbeat.stop()
-        finally:
-            await engine.close()
 
     app = FastAPI(title="Souschef edge agent", lifespan=lifespan, redirect_slashes=False)
     install_error_handlers(app)

@@ -73,7 +73,9 @@ class TextChoice(TypedDict):
     finish_reason: str | None
 
 
-class _Response(TypedDict):
+class ResponseHead(TypedDict):
+    """What every body and chunk of a response repeats."""
+
     id: str
     object: str
     created: int
@@ -81,7 +83,7 @@ class _Response(TypedDict):
     system_fingerprint: str
 
 
-class ChatCompletion(_Response):
+class ChatCompletion(ResponseHead):
     """Body of a whole chat answer."""
 
     choices: list[ChatChoice]
@@ -89,7 +91,7 @@ class ChatCompletion(_Response):
     souschef: Report
 
 
-class TextCompletion(_Response):
+class TextCompletion(ResponseHead):
     """Body of a whole completion."""
 
     choices: list[TextChoice]
@@ -106,14 +108,14 @@ class Delta(TypedDict):
 
 @dataclass(frozen=True)
 class Head:
-    """What every body and chunk of a response repeats."""
+    """Where the fields that repeat come from."""
 
     id: str
     created: int
     model: str
     system_fingerprint: str
 
-    def body(self, object_name: str) -> dict[str, Any]:
+    def body(self, object_name: str) -> ResponseHead:
         """The fields in OpenAI's order."""
         return {
             "id": self.id,
@@ -162,8 +164,12 @@ class ChatShape:
             "logprobs": self._logprobs(logged),
             "finish_reason": finish_reason.value,
         }
-        head: Any = self._head.body("chat.completion")
-        return {**head, "choices": [choice], "usage": tally.usage(), "souschef": tally.report()}
+        return {
+            **self._head.body("chat.completion"),
+            "choices": [choice],
+            "usage": tally.usage(),
+            "souschef": tally.report(),
+        }
 
     def opening(self) -> dict[str, Any]:
         """The role, once."""
@@ -212,8 +218,12 @@ class TextShape:
     ) -> TextCompletion:
         """The body of a whole answer."""
         choice: TextChoice = {**self.delta(text, logged), "finish_reason": finish_reason.value}
-        head: Any = self._head.body("text_completion")
-        return {**head, "choices": [choice], "usage": tally.usage(), "souschef": tally.report()}
+        return {
+            **self._head.body("text_completion"),
+            "choices": [choice],
+            "usage": tally.usage(),
+            "souschef": tally.report(),
+        }
 
     def opening(self) -> TextChoice:
         """No text yet."""

@@ -29,6 +29,7 @@ class Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
+            lifespan="off",
             timeout_graceful_shutdown=LAST_BYTES_S,
         )
         super().__init__(config)
@@ -39,6 +40,15 @@ class Server(uvicorn.Server):
     def port(self) -> int:
         """The port that it listens on."""
         return int(self.servers[0].sockets[0].getsockname()[1])
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Load, listen, serve, stop. The lifespan is run here and not by uvicorn, so that a failed start raises.
+
+        Raises:
+            SouschefError: the engine can't be loaded.
+        """
+        async with self._app.router.lifespan_context(self._app):
+            await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then tell."""

@@ -15,6 +15,7 @@ from edge_agent.agent import Agent
 from edge_agent.app import create_app
 from edge_agent.config import EdgeSettings
 from edge_agent.engine import Engine
+from edge_agent.policy_controller import Senses
 from edge_agent.server import Server
 
 START_LIMIT_S = 60.0
@@ -45,7 +46,7 @@ class RunningServer:
 def run_server(settings: EdgeSettings, make_engine: Callable[[], Engine]) -> Iterator[RunningServer]:
     """A real edge agent in a thread of its own; stopped, however the block ends."""
 
-    async def load() -> Engine:
+    async def load(senses: Senses) -> Engine:
         return make_engine()
 
     app = create_app(settings, load)

@@ -38,7 +38,7 @@ def byte_tokenizer() -> Tokenizer:
         | {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         for n, content in enumerate([START, END])
     ]
-    definition = {
+    definition: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -142,4 +142,5 @@ def table_engine(*, seed: int = 5, gamma: int = 3, max_slots: int = 8, sharpness
 
 def toy_settings(**values: Any) -> EdgeSettings:
     """Settings of a test's agent: a free port, nothing downloaded."""
-    return EdgeSettings(**{"port": 0, "target": MODEL_NAME, "draft": "none", "context_length": 256} | values)
+    defaults: dict[str, Any] = {"port": 0, "target": MODEL_NAME, "draft": "none", "context_length": 256}
+    return EdgeSettings(**defaults | values)
