@@ -15,6 +15,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from edge_agent.device_state import Network
+from edge_agent.sysfs_file import read_number, read_text
 from shared.errors import ConfigError
 
 POWERCAP = Path("/sys/class/powercap")
@@ -79,7 +80,7 @@ class RaplMeter:
 class _RaplZone:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._range = _read_number(path / "max_energy_range_uj") or 0.0
+        self._range = read_number(path / "max_energy_range_uj") or 0.0
         self._last = self._read()
         self._total_uj = 0.0
 
@@ -91,7 +92,7 @@ class _RaplZone:
         return self._total_uj * 1e-6
 
     def _read(self) -> float:
-        value = _read_number(self._path / "energy_uj")
+        value = read_number(self._path / "energy_uj")
         if value is None:
             raise ConfigError(f"RAPL counter {self._path / 'energy_uj'} can't be read")
         return value
@@ -124,12 +125,12 @@ class BatteryMeter:
 def battery_power_w(root: Path = POWER_SUPPLY) -> float | None:
     """Watts drawn from the first discharging battery: `power_now`, else current_now x voltage_now (micro-units)."""
     for supply in sorted(root.glob("*")) if root.is_dir() else []:
-        if _read_text(supply / "type") != "Battery" or _read_text(supply / "status") != "Discharging":
+        if read_text(supply / "type") != "Battery" or read_text(supply / "status") != "Discharging":
             continue
-        power = _read_number(supply / "power_now")
+        power = read_number(supply / "power_now")
         if power is not None:
             return abs(power) * 1e-6
-        current, voltage = _read_number(supply / "current_now"), _read_number(supply / "voltage_now")
+        current, voltage = read_number(supply / "current_now"), read_number(supply / "voltage_now")
         if current is not None and voltage is not None:
             return abs(current) * voltage * 1e-12
     return None
@@ -139,7 +140,7 @@ def rapl_zones(root: Path = POWERCAP) -> list[Path]:
     """The readable package zones; their subzones (cores, memory) are parts of them."""
     zones = sorted(root.glob("intel-rapl:*")) if root.is_dir() else []
     packages = [zone for zone in zones if zone.name.count(":") == 1]
-    return [zone for zone in packages if _read_number(zone / "energy_uj") is not None]
+    return [zone for zone in packages if read_number(zone / "energy_uj") is not None]
 
 
 def choose_meter(kind: str = "server", *, powercap: Path = POWERCAP, power_supply: Path = POWER_SUPPLY) -> EnergyMeter:
@@ -212,19 +213,3 @@ class EnergyAccount:
         spent, self._mark = max(0.0, total - self._mark), total
         self._in_flight.discard(owner)
         return spent
-
-
-def _read_text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return None
-
-
-def _read_number(path: Path) -> float | None:
-    text = _read_text(path)
-    try:
-        value = float(text) if text else None
-    except ValueError:
-        return None
-    return value if value is not None and math.isfinite(value) else None
