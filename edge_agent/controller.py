@@ -32,6 +32,9 @@ class RoundController(Protocol):
     def decide(self, state: RoundState) -> Decision:
         """The orders for the next round."""
 
+    def draft_limit(self, drafter: str) -> int:
+        """The longest draft worth asking of this drafter in the round decided last; 0 to leave it out."""
+
     def trim(self, state: RoundState, draft: Draft) -> int:
         """How many of a draft's tokens are worth verifying, now that it is known: 0 to len(draft)."""
 
@@ -66,6 +69,10 @@ class FixedController:
         if state.request.speculation is Speculation.OFF or gamma == 0:
             return Decision(Mode.LOCAL_DIRECT, 0, Reason.REQUESTED)
         return Decision(Mode.LOCAL_SPECULATIVE, gamma, self._reason)
+
+    def draft_limit(self, drafter: str) -> int:
+        """The same for all."""
+        return self._gamma
 
     def trim(self, state: RoundState, draft: Draft) -> int:
         """All of them."""

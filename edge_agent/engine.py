@@ -96,7 +96,9 @@ class Engine:
                 draft_lm = await stack.enter_async_context(self.draft.slot(request.prompt))
                 drafters.append(ModelDrafter(draft_lm, self.thread))
             verifiers: dict[Mode, Verifier] = {Mode.LOCAL_DIRECT: verifier, Mode.LOCAL_SPECULATIVE: verifier}
-            yield Session(request, self.policy.open(request), ChainDrafter(drafters), verifiers, self.context_length)
+            controller = self.policy.open(request)
+            drafter = ChainDrafter(drafters, controller.draft_limit)
+            yield Session(request, controller, drafter, verifiers, self.context_length)
 
     async def close(self) -> None:
         """Let the running job end and stop the thread."""

@@ -27,6 +27,7 @@ from shared.errors import CloudUnavailableError
 
 ENERGY_WEIGHTS = {Objective.LATENCY: 0.0, Objective.BALANCED: 0.5, Objective.ENERGY: 1.0}
 DECISIONS_KEPT = 50
+LONGEST_DRAFT = 16
 FIRST_GUESS_OF_LENGTH = 128.0
 
 
@@ -152,6 +153,7 @@ class PolicyController:
         self._request_id = request.request_id
         self._advisor = DraftAdvisor(engine.drafter_costs(), engine.prior, engine.ledger, engine.thresholds.probe_every)
         self._curve = engine.relative_curve()
+        self._current: Decision | None = None
         self._last: Decision | None = None
         self._proposed = Draft()
         self._last_drafter: str | None = None
@@ -181,7 +183,10 @@ class PolicyController:
 
     def draft_limit(self, drafter: str) -> int:
         """The longest draft worth asking of this drafter in the coming round: for a chain of several."""
-        return self._advisor.limit(drafter) if self._wishes.speculation is not Speculation.ON else 16
+        if self._drafts_for_cloud:
+            return LONGEST_DRAFT
+        limit = self._advisor.limit(drafter)
+        return max(limit, 1) if self._wishes.speculation is Speculation.ON else limit
 
     def decide(self, state: RoundState) -> Decision:
         """The orders for the next round."""
@@ -196,7 +201,7 @@ class PolicyController:
     def trim(self, state: RoundState, draft: Draft) -> int:
         """The length that promises the most, judged by this draft's own confidences."""
         self._proposed = draft
-        if self._last is not None and self._last.mode is Mode.CLOUD_VERIFY:
+        if self._drafts_for_cloud:
             return len(draft)  # Its length was chosen for the link; the cloud charges by the round trip.
         return self._advisor.trim(draft, self._curve, forced=self._wishes.speculation is Speculation.ON)
 
@@ -276,8 +281,12 @@ class PolicyController:
             best = max(best, choice, key=lambda candidate: candidate.gain)
         return best
 
+    @property
+    def _drafts_for_cloud(self) -> bool:
+        return self._current is not None and self._current.mode is Mode.CLOUD_VERIFY
+
     def _note(self, state: RoundState, decision: Decision, now: float) -> None:
-        last = self._last
+        last, self._current = self._last, decision
         if last is None or (last.mode, last.gamma, last.reason) != (decision.mode, decision.gamma, decision.reason):
             self._engine.decisions.append(NotedDecision(now, self._request_id, state.round, decision))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from edge_agent.drafters.base import Drafter
 from shared.acceptance import Draft
@@ -14,13 +14,16 @@ class ChainDrafter:
 
     name = "chain"
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
+    def __init__(self, drafters: Sequence[Drafter], limit: Callable[[str], int] | None = None) -> None:
+        """limit: by a drafter's name, the longest draft worth asking of it in the coming round; 0 leaves it out."""
         self._drafters = tuple(drafters)
+        self._limit = limit
 
     async def propose(self, tokens: Sequence[int], gamma: int, sampler: Sampler) -> Draft:
         """The first draft that isn't empty."""
         for drafter in self._drafters:
-            draft = await drafter.propose(tokens, gamma, sampler)
+            wanted = gamma if self._limit is None else min(gamma, self._limit(drafter.name))
+            draft = await drafter.propose(tokens, wanted, sampler) if wanted > 0 else Draft()
             if draft.tokens:
                 return draft
         return Draft()
