@@ -88,7 +88,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise BadRequestError(f"the model's chat template refuses this: {error}", param="messages") from error
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise BadRequestError(
                 f"the model's chat template can't render these messages: {error}", param="messages"
             ) from error

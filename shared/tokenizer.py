@@ -37,6 +37,7 @@ class Tokenizer:
         definition: Mapping[str, Any],
         *,
         bos_token: str | None = None,
+        eos_token: str | None = None,
         eos_ids: Iterable[int] = (),
         add_bos: bool = False,
         chat_template: str | None = None,
@@ -55,6 +56,8 @@ class Tokenizer:
         self.special_tokens: frozenset[str] = frozenset(self._control_ids)
         self.bos_token = bos_token
         self.bos_id: int | None = None if bos_token is None else self._tokenizer.token_to_id(bos_token)
+        self.eos_token = eos_token
+        """The token that a template writes at the end of an answer, of all that may end one."""
         self.eos_ids: frozenset[int] = frozenset(eos_ids)
         self.add_bos = add_bos and self.bos_id is not None
         self.chat_template = chat_template
@@ -81,6 +84,7 @@ class Tokenizer:
         return cls(
             definition,
             bos_token=_token_text(config.get("bos_token")),
+            eos_token=eos_token,
             eos_ids=ends,
             add_bos=bool(config.get("add_bos_token", False)),
             chat_template=_chat_template(config, directory),
@@ -178,7 +182,7 @@ class Tokenizer:
 
 def _plain(definition: Mapping[str, Any]) -> HfTokenizer:
     """A tokenizer that takes every text for text: control tokens are split off by us."""
-    tokenizer = HfTokenizer.from_str(json.dumps({**definition, "truncation": None, "padding": None}))
+    tokenizer = HfTokenizer.from_str(json.dumps(definition))
     tokenizer.encode_special_tokens = True
     return tokenizer
 

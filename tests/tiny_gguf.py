@@ -35,10 +35,17 @@ class TinyVocabulary:
         return replace(self, pre=pre)
 
 
-def vocabulary_of(gguf_path: Path) -> TinyVocabulary:
-    """The byte-level vocabulary of a real file."""
+def vocabulary_of(gguf_path: Path, num_merges: int = 3000) -> TinyVocabulary:
+    """The byte-level vocabulary of a real file, with its first merges only."""
     source = GgufTokenizer.read(gguf_path)
-    return TinyVocabulary("gpt2", source.tokens, source.types, source.pre, source.merges)
+    merges = source.merges[:num_merges]
+    merged = {merge.replace(" ", "") for merge in merges}
+    kept = [
+        (token, kind)
+        for token, kind in zip(source.tokens, source.types, strict=True)
+        if kind != TokenType.NORMAL or len(token) == 1 or token in merged
+    ]
+    return TinyVocabulary("gpt2", [token for token, _ in kept], [kind for _, kind in kept], source.pre, merges)
 
 
 def sentencepiece_vocabulary(text: str, size: int = 900, *, add_space_prefix: bool = True) -> TinyVocabulary:

@@ -95,6 +95,14 @@ _MODELS: Final = (
 CATALOGUE: Final[Mapping[str, CatalogueModel]] = MappingProxyType({model.name: model for model in _MODELS})
 
 
+def find_model(name: str) -> CatalogueModel:
+    """The model of this name. Raises `ConfigError` with the known names."""
+    try:
+        return CATALOGUE[name]
+    except KeyError:
+        raise ConfigError(f"model {name!r} is not known; known: {', '.join(CATALOGUE)}") from None
+
+
 def parse_reference(text: str) -> ModelReference:
     """What a model reference means.
 

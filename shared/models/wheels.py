@@ -111,7 +111,6 @@ def _run_pip(requirement: str, working: Path, progress: _Offset) -> None:
             stdout=subprocess.DEVNULL,
             stderr=errors,
             env=environment,
-            start_new_session=True,
         )
         try:
             while _still_running(process):
