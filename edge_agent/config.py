@@ -55,7 +55,9 @@ class EdgeSettings(BaseSettings):
     Load it with `load_settings`, which turns every complaint into one `ConfigError`.
     """
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, allow_inf_nan=False, env_ignore_empty=True
+    )
 
     config: Path | None = Field(None, description="TOML file; souschef.toml in the working directory if it is there")
     preset: Preset = Field(Preset.SMALL, description="pair of models")
@@ -87,7 +89,7 @@ class EdgeSettings(BaseSettings):
     cloud_api_key: SecretStr | None = Field(None, description="bearer key for it")
     sensors: str = Field("auto", min_length=1, description="auto, push, simulated:PROFILE or replay:FILE")
     policy: str = Field("auto", min_length=1, description="auto, phone, board or server")
-    objective: Objective = Field(Objective.BALANCED, description="what the policy minimises")
+    objective: Objective | None = Field(None, description="what the policy minimises; the policy's own by default")
 
     @classmethod
     def settings_customise_sources(
@@ -115,7 +117,7 @@ class EdgeSettings(BaseSettings):
     @field_validator("api_keys", "admin_key")
     @classmethod
     def _refuse_empty_keys(cls, value: Any, info: ValidationInfo) -> Any:
-        keys: Iterable[SecretStr] = value if isinstance(value, tuple) else [value] if value else []
+        keys: Iterable[SecretStr] = value if isinstance(value, tuple) else [] if value is None else [value]
         if not all(key.get_secret_value().strip() for key in keys):
             raise ValueError("a key must not be empty")
         return value

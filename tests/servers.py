@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from fastapi import FastAPI
 
 from edge_agent.agent import Agent
 from edge_agent.app import create_app
@@ -26,6 +29,7 @@ class RunningServer:
     """An edge agent that listens."""
 
     server: Server
+    app: FastAPI
     agent: Agent
     thread: threading.Thread
 
@@ -57,7 +61,7 @@ def run_server(settings: EdgeSettings, make_engine: Callable[[], Engine]) -> Ite
     try:
         if not listening.wait(START_LIMIT_S):
             raise RuntimeError("the server did not start")
-        yield RunningServer(server, app.state.agent, thread)
+        yield RunningServer(server, app, app.state.agent, thread)
     finally:
         server.should_exit = True
         thread.join(START_LIMIT_S)
@@ -84,6 +88,13 @@ def post_bytes(path: str, body: dict[str, Any], **headers: str) -> bytes:
         *(f"{name}: {value}" for name, value in headers.items()),
     ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+def exchange(port: int, request: bytes) -> bytes:
+    """Send raw bytes, and read all that comes until the other side closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=START_LIMIT_S) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 def events(body: str) -> list[Any]:
