@@ -31,7 +31,7 @@ class Access(StrEnum):
 OPEN_PATHS = frozenset({"/", "/health"})
 OPEN_PREFIX = "/web/"
 """The demo page's own files: they hold no data."""
-CALLER_POSTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/device"})
+CALLER_POSTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/device", "/demo/race", "/demo/answer"})
 
 
 def access_of(method: str, path: str, metrics_open: bool = False) -> Access:

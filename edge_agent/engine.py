@@ -100,6 +100,12 @@ class Engine:
             drafter = ChainDrafter(drafters, controller.draft_limit)
             yield Session(request, controller, drafter, verifiers, self.context_length)
 
+    def forget_prompts(self) -> None:
+        """Drop what free caches hold, so that answers that are compared begin alike."""
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.slots.forget()
+
     async def close(self) -> None:
         """Let the running job end and stop the thread."""
         self.thread.stop()

@@ -50,6 +50,11 @@ class SlotPool(Generic[LM]):
         lm.truncate(common_prefix_length(lm.tokens, tokens))
         return lm
 
+    def forget(self) -> None:
+        """Empty the free slots: the next request reads its prompt from the first token on."""
+        for lm in self._free:
+            lm.truncate(0)
+
     def release(self, lm: LM) -> None:
         """Give a slot back; its tokens stay for reuse."""
         self._num_taken -= 1
