@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from fastapi import FastAPI
 
 from edge_agent.agent import Agent
@@ -22,6 +23,7 @@ from edge_agent.policy_controller import Senses
 from edge_agent.server import Server
 
 START_LIMIT_S = 60.0
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
 
 @dataclass
@@ -108,3 +110,28 @@ def events(body: str) -> list[Any]:
         data = block.removeprefix("data: ")
         found.append(data if data == "[DONE]" else json.loads(data))
     return found
+
+
+def chat(server: RunningServer, **fields: Any) -> httpx.Response:
+    content = json.dumps({**CHAT, **fields})
+    headers = {"Content-Type": "application/json"}
+    return httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers, timeout=60)
+
+
+def complete(server: RunningServer, **fields: Any) -> httpx.Response:
+    body = {"prompt": "Say: ", "temperature": 0, "max_tokens": 8, **fields}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+def streamed_text(response: httpx.Response) -> str:
+    assert response.status_code == 200
+    found = events(response.text)
+    assert found[-1] == "[DONE]"
+    return "".join(choice["delta"].get("content", "") for event in found[:-1] for choice in event["choices"])

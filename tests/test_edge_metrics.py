@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from edge_agent.metrics import EdgeMetrics, observe
-from tests.servers import RunningServer, run_server
+from tests.servers import CHAT, RunningServer, run_server
 from tests.toy_engine import Script, script_engine, toy_settings
-
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
