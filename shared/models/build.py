@@ -51,11 +51,11 @@ def build_model(
     gguf_path: Path,
     directory: Path,
     *,
-    role: str = "target",
+    role: str | Scheme = "target",
     progress: Progress,
     context_length: int | None = None,
 ) -> Manifest:
-    """Build `directory` from the GGUF; `role` is `target`, `draft` or the name of a scheme.
+    """Build `directory` from the GGUF; `role` is `target`, `draft`, the name of a scheme or a scheme.
 
     The directory appears, or is replaced, only when it is complete: everything is written to a directory beside it,
     flushed and renamed. An interrupted build leaves nothing that counts as a model, and the next one sweeps it up.
@@ -64,7 +64,7 @@ def build_model(
 
     Raises ModelFileError and UnsupportedModelError as GgufSource does, ConfigError for an unknown scheme.
     """
-    scheme = default_scheme(role)
+    scheme = role if isinstance(role, Scheme) else default_scheme(role)
     directory = directory.absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(directory.parent / f".{directory.name}.lock"):
