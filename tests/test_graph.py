@@ -19,7 +19,6 @@ from shared.models.scheme import Scheme, TensorClass
 from tests.random_decoder import DecoderShape, reference_logits, write_random_decoder
 
 BUFFER = 48
-END_TOKENS = (0, 2)  # of the random decoders' vocabulary
 # Q8_0 weights are carried over without loss and activations stay floats (level 0): the graph must be exact.
 EXACT = Scheme("exact", 0, dict.fromkeys(TensorClass, Precision(8, 32, True)))
 Q8_MATRICES = {"norm": "F32", "rope": "F32", "bias": "F32", "weight": "Q8_0"}
@@ -179,8 +178,7 @@ def test_llama_cpp_agrees_on_the_most_likely_token(tmp_path: Path, shape: Decode
         row = logits[length - 1].astype(np.float64)
         request = {"prompt": ids[:length], "n_predict": 1, "temperature": 0, "n_probs": 1}
         answered = server.handle_completions(request)["choices"][0]["logprobs"]
-        if answered is None:  # the answer ends here: llama.cpp says nothing of an end token
-            assert row.argmax() in END_TOKENS
+        if answered is None:  # a token without text of its own (an end, half a character): nothing is said of it
             continue
         best = answered["content"][0]["top_logprobs"][0]
         assert best["logprob"] == pytest.approx(
