@@ -119,9 +119,13 @@ def judge(
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two sequences share."""
-    limit = min(len(a), len(b))
-    for index in range(limit):
-        if a[index] != b[index]:
-            return index
-    return limit
+    """How many leading tokens two sequences share, by bisection: slices compare much faster than a loop does."""
+    low, high = 0, min(len(a), len(b))
+    probe = high  # Most calls compare a sequence with its own continuation.
+    while low < high:
+        if tuple(a[low:probe]) == tuple(b[low:probe]):
+            low = probe
+        else:
+            high = probe - 1
+        probe = (low + high + 1) // 2
+    return low
