@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -59,11 +58,12 @@ def _reporting_to(progress: ProgressListener, stage: str) -> type[Any]:
 
     class Reporter(HubBar):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "file": io.StringIO()})  # type: ignore[no-untyped-call]
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+            self._num_bytes = options.get("initial") or 0
+            self._num_expected = options.get("total") or 0
 
-        def update(self, n: float | None = 1) -> Any:
-            shown = super().update(n)
-            progress(stage, float(self.n), float(self.total or 0))
-            return shown
+        def update(self, n: float | None = 1) -> None:
+            self._num_bytes += n or 0
+            progress(stage, self._num_bytes, self._num_expected)
 
     return Reporter

@@ -10,7 +10,15 @@ from typing import Final
 from shared.errors import ModelFileError
 from shared.models.build import BUILDER_VERSION, build_model, default_scheme
 from shared.models.cache import ModelCache
-from shared.models.catalogue import CatalogueModel, GgufFile, HubFile, ReadyDirectory, Role, parse_reference
+from shared.models.catalogue import (
+    CatalogueModel,
+    GgufFile,
+    HubFile,
+    ModelReference,
+    ReadyDirectory,
+    Role,
+    parse_reference,
+)
 from shared.models.directory import open_model_directory
 from shared.models.hub import download_from_hub
 from shared.models.progress import NullProgress, ProgressListener
@@ -21,7 +29,13 @@ _BUILD_SPACE: Final = 1.25
 _SHORT_HASH: Final = 12
 
 
-def pull(reference: str, cache: ModelCache, *, role: Role = "target", progress: ProgressListener | None = None) -> Path:
+def pull(
+    reference: str | ModelReference,
+    cache: ModelCache,
+    *,
+    role: Role = "target",
+    progress: ProgressListener | None = None,
+) -> Path:
     """A model directory, whole and checked, for a reference as `parse_reference` reads it.
 
     What is already there is used: a ready directory costs a check of its files' sizes and times, no more. Otherwise the
@@ -35,7 +49,7 @@ def pull(reference: str, cache: ModelCache, *, role: Role = "target", progress: 
         UnsupportedModelError: an architecture or tokenizer that we don't know.
     """
     listener = progress or NullProgress()
-    source = parse_reference(reference)
+    source = parse_reference(reference) if isinstance(reference, str) else reference
     if isinstance(source, ReadyDirectory):
         return open_model_directory(source.path).path
     with cache.locked(_lock_name(source), listener):
@@ -46,10 +60,10 @@ def pull(reference: str, cache: ModelCache, *, role: Role = "target", progress: 
         return _ready(_Built(cache, f"{path.stem}-{digest[:_SHORT_HASH]}", digest, role), source, cache, listener)
 
 
-def fetch_gguf(reference: str, cache: ModelCache, *, progress: ProgressListener | None = None) -> Path:
+def fetch_gguf(reference: str | ModelReference, cache: ModelCache, *, progress: ProgressListener | None = None) -> Path:
     """The GGUF of a reference, whole and checked, without building anything. Raises as `pull` does."""
     listener = progress or NullProgress()
-    source = parse_reference(reference)
+    source = parse_reference(reference) if isinstance(reference, str) else reference
     if isinstance(source, ReadyDirectory):
         raise ModelFileError(f"{source.path} is a model directory, not a GGUF")
     with cache.locked(_lock_name(source), listener):

@@ -155,7 +155,7 @@ def _bytes_below(directory: Path) -> int:
 def _last_words(stderr: str) -> str:
     """What pip says went wrong, without its warnings."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    errors = [line.removeprefix("ERROR: ").removeprefix("× ") for line in lines if line.startswith(("ERROR: ", "× "))]
     told = errors or [line for line in lines if not line.startswith("WARNING: ")]
     return "; ".join(told[-_ERROR_LINES:]) or "pip failed without a word"
 
