@@ -80,10 +80,10 @@ class Thresholds(_Frozen):
     direct token a token takes at least, where there is no cloud to hand over to.
     """
 
-    temperature_c: RisingLadder | None = rising((38, 36), (41, 39), (43, 41), (46, 43))
-    headroom: RisingLadder = rising((0.75, 0.65), (0.85, 0.75), (0.95, 0.85), (1.05, 0.95))
+    temperature_c: RisingLadder | None = rising((37, 35.5), (39.5, 38), (42, 40), (45, 43))
+    headroom: RisingLadder = rising((0.73, 0.68), (0.82, 0.77), (0.9, 0.83), (1.0, 0.93))
     battery_percent: FallingLadder | None = falling((30, 33), (20, 23), (10, 13), (5, 8))
-    stretch: tuple[Stretch, Stretch, Stretch, Stretch] = (1.0, 1.1, 1.4, 2.0)
+    stretch: tuple[Stretch, Stretch, Stretch, Stretch] = (1.0, 1.0, 1.15, 1.5)
     forecast_s: Annotated[float, Field(ge=0, le=600)] = 10.0
     min_dwell_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     stale_after_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
@@ -130,7 +130,6 @@ PRESETS: Mapping[Preset, Thresholds] = {
     Preset.PHONE: Thresholds(),
     Preset.BOARD: Thresholds(
         temperature_c=rising((70, 66), (76, 72), (80, 76), (84, 80)),
-        headroom=rising((0.75, 0.65), (0.85, 0.75), (0.95, 0.85), (1.05, 0.95)),
     ),
     Preset.SERVER: Thresholds(
         temperature_c=rising((88, 84), (93, 89), (97, 93), (100, 96)),
