@@ -1,0 +1,301 @@
+"""The HTTP face of the cloud service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Path, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.types import Receive, Scope, Send
+
+from cloud_service.admission import Admission
+from cloud_service.batcher import BatchDecoder, Batcher
+from cloud_service.config import CloudSettings
+from cloud_service.generator import AnswerGenerator
+from cloud_service.load import LoadMeter
+from cloud_service.metrics import CloudMetrics
+from cloud_service.session_store import MemoryStore, SessionStore, StoreUnavailableError
+from cloud_service.sessions import LiveSessions
+from cloud_service.target import Target, measure_cost_ms, positions_worth_measuring
+from cloud_service.verifier import RoundVerifier
+from shared.errors import ConflictError, RateLimitedError, SouschefError
+from shared.http import (
+    BodyLimit,
+    ClientLeftError,
+    KeyCheck,
+    KeyRing,
+    error_body,
+    install_error_handlers,
+    run_until_disconnect,
+)
+from shared.inference_thread import InferenceThread
+from shared.kv_slots import SlotPool
+from shared.protocol import (
+    PROTOCOL,
+    ContinueRequest,
+    HandshakeReply,
+    HandshakeRequest,
+    Message,
+    SessionId,
+    VerifyRequest,
+)
+from shared.sse import frame
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health"})
+READY_TIMEOUT_S = 5.0
+SWEEP_S = 30.0
+RATE_WINDOW_S = 60.0
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What a service is built around. num_slots: caches that fit into its memory."""
+
+    name: str
+    tokenizer_fingerprint: str
+    decoder: BatchDecoder[Any]
+    num_slots: int
+
+
+class Service:
+    """Everything between start and stop."""
+
+    def __init__(
+        self, settings: CloudSettings, model: LoadedModel, thread: InferenceThread, store: SessionStore
+    ) -> None:
+        num_slots = max(1, model.num_slots)
+        max_running = min(settings.max_running, num_slots)
+        self.settings = settings
+        self.store = store
+        self.thread = thread
+        self.local_limits = MemoryStore(settings.session_ttl_s)
+        self.sessions = LiveSessions(settings.session_ttl_s, settings.max_sessions)
+        self.metrics = CloudMetrics(lambda: len(self.sessions))
+        self.meter = LoadMeter([1.0], settings.max_gamma)
+        self.batcher = Batcher(model.decoder, thread, max_running, on_batch=self.metrics.batch_ran)
+        self.target = Target(
+            model.name,
+            model.tokenizer_fingerprint,
+            model.decoder,
+            thread,
+            self.batcher,
+            SlotPool(model.decoder.new_cache, num_slots),
+            self.meter,
+        )
+        self.admission = Admission(
+            max_running,
+            settings.max_waiting,
+            self.meter,
+            lambda reason: self.metrics.admission_rejected.labels(reason=reason).inc(),
+        )
+        self.verifier = RoundVerifier(
+            self.target, self.sessions, store, self.admission, self.metrics, secrets.token_hex(8)
+        )
+        self.generator = AnswerGenerator(self.target, self.admission, self.metrics, self.sessions.num_active)
+
+    async def measure(self) -> None:
+        """Learn what a pass over 1, 2, … positions costs here."""
+        async with self.target.cache(()) as lm:
+            positions = positions_worth_measuring(self.target.context_length)
+            self.meter.cost_ms = await self.thread.run(measure_cost_ms, lm, positions)
+
+    async def allow(self, tenant: str) -> None:
+        """Count a request; raises `RateLimitedError` past the limit. Without the store each replica counts alone."""
+        limit = self.settings.requests_per_minute
+        try:
+            wait_s = await self.store.allow(tenant, limit, RATE_WINDOW_S)
+        except StoreUnavailableError:
+            self.metrics.store_errors.inc()
+            wait_s = await self.local_limits.allow(tenant, limit, RATE_WINDOW_S)
+        if wait_s > 0:
+            self.metrics.admission_rejected.labels(reason="rate").inc()
+            raise RateLimitedError("too many requests", retry_after_s=wait_s)
+
+    async def sweep(self) -> None:
+        """Drop idle sessions now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.sessions.expire()
+
+
+Start = Callable[[CloudSettings], Awaitable[Service]]
+
+
+def create_app(settings: CloudSettings, start: Start) -> FastAPI:
+    """The application; `start` loads the model when the application starts."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service = await start(settings)
+        await service.measure()
+        app.state.service = service
+        tasks = [asyncio.create_task(service.batcher.run()), asyncio.create_task(service.sweep())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await service.store.close()
+            service.thread.stop()
+
+    app = FastAPI(title="Souschef cloud verifier", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+    _add_routes(app)
+    open_paths = OPEN_PATHS | {"/metrics"} if settings.metrics_open else OPEN_PATHS
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(
+        KeyCheck, keys=KeyRing(key.get_secret_value() for key in settings.api_keys), open_paths=open_paths
+    )
+    return app
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+async def _tenant(request: Request) -> str:
+    tenant: str = request.state.tenant
+    await _service(request).allow(tenant)
+    return tenant
+
+
+Tenant = Annotated[str, Depends(_tenant)]
+
+
+def _add_routes(app: FastAPI) -> None:
+    app.add_api_route("/v1/handshake", _handshake, methods=["POST"])
+    app.add_api_route("/v1/verify", _verify, methods=["POST"])
+    app.add_api_route("/v1/continue", _continue, methods=["POST"])
+    app.add_api_route("/v1/sessions/{session_id}", _end_session, methods=["DELETE"], status_code=204)
+    app.add_api_route("/health", _health, methods=["GET"])
+    app.add_api_route("/ready", _ready, methods=["GET"])
+    app.add_api_route("/metrics", _metrics, methods=["GET"])
+
+
+async def _handshake(request: Request, tenant: Tenant, message: HandshakeRequest) -> Response:
+    _require_protocol(message)
+    service = _service(request)
+    target = service.target
+    if message.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        raise ConflictError(
+            f"the tokenizers differ: {target.name} has {target.tokenizer_fingerprint[:12]} here, "
+            f"the edge has {message.tokenizer_fingerprint[:12]}",
+            param="tokenizer_fingerprint",
+            code="tokenizer_mismatch",
+        )
+    return _reply(
+        HandshakeReply(
+            model=target.name,
+            context=target.context_length,
+            verify_cost_ms=tuple(service.meter.cost_ms),
+            max_gamma=service.settings.max_gamma,
+        )
+    )
+
+
+async def _verify(request: Request, tenant: Tenant, message: VerifyRequest) -> Response:
+    _require_protocol(message)
+    try:
+        verdict = _service(request).verifier.verify(tenant, message)
+        return _reply(await run_until_disconnect(request.receive, verdict))
+    except ClientLeftError:
+        return Response(status_code=499)  # Nobody reads it.
+
+
+async def _continue(request: Request, tenant: Tenant, message: ContinueRequest) -> Response:
+    _require_protocol(message)
+    frames = _service(request).generator.generate(message)
+    encoded = _encode(frames)
+    try:
+        first = await run_until_disconnect(request.receive, anext(encoded))  # type: ignore[arg-type]
+    except ClientLeftError:
+        await encoded.aclose()
+        return Response(status_code=499)
+    return TokenStream(first, encoded)
+
+
+async def _end_session(request: Request, tenant: Tenant, session_id: Annotated[SessionId, Path()]) -> None:
+    await _service(request).verifier.end(tenant, session_id)
+
+
+async def _health() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+async def _ready(request: Request) -> JSONResponse:
+    service = _service(request)
+    alive = await service.thread.responds(READY_TIMEOUT_S)
+    ready = alive and not service.admission.draining
+    content = {
+        "ready": ready,
+        "model": service.target.name,
+        "inference_thread": alive,
+        "draining": service.admission.draining,
+        "store": service.store.name,
+    }
+    return JSONResponse(content, status_code=200 if ready else 503)
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(generate_latest(_service(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _require_protocol(message: Message) -> None:
+    if message.protocol != PROTOCOL:
+        raise ConflictError(
+            f"this service speaks protocol {PROTOCOL}, not {message.protocol}",
+            param="protocol",
+            code="protocol_mismatch",
+        )
+
+
+def _reply(message: Message) -> Response:
+    return Response(message.encode(), media_type="application/json")
+
+
+async def _encode(frames: AsyncIterator[Any]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(frames):
+        async for item in frames:
+            yield frame(item.model_dump(exclude_none=True))
+
+
+class TokenStream(Response):
+    """Sends frames as they are made; a client that leaves ends the making, a failure becomes the last frame."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, frames: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything; the frames are closed whatever happens."""
+        async with aclosing(self._frames):
+            try:
+                await run_until_disconnect(receive, self._send_all(send))
+            except ClientLeftError:
+                logger.debug("client left")
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for data in self._frames:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except SouschefError as error:
+            logger.warning("a stream failed after its start: %s", type(error).__name__)
+            await send({"type": "http.response.body", "body": frame(error_body(error)), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

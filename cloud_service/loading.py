@@ -1,0 +1,65 @@
+"""From settings to a service: fetch, build and load the model, connect the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cloud_service.app import LoadedModel, Service
+from cloud_service.config import CloudSettings
+from cloud_service.redis_store import RedisStore
+from cloud_service.sealer import Sealer
+from cloud_service.session_store import MemoryStore, SessionStore
+from shared.inference_thread import InferenceThread
+from shared.models.cache import ModelCache
+from shared.models.progress import RichProgress
+from shared.models.pull import pull
+from shared.onnx_batch import OnnxBatchModel
+from shared.onnx_lm import OnnxModel
+from shared.tokenizer import Tokenizer
+
+MAX_SLOTS = 64
+
+
+async def load_service(settings: CloudSettings) -> Service:
+    """The service with its model in memory.
+
+    Raises:
+        ModelError: the model can't be fetched, built or loaded.
+        ConfigError: a setting names something that doesn't exist.
+    """
+    thread = InferenceThread()
+    try:
+        model = await thread.run(_load_model, settings)
+        return Service(settings, model, thread, open_store(settings))
+    except BaseException:
+        thread.stop()
+        raise
+
+
+def fetch_model(settings: CloudSettings) -> Path:
+    """Fetch and build the model if it isn't there; raises `ModelError` if it can't be had."""
+    with RichProgress() as progress:
+        return pull(settings.model, ModelCache(settings.cache_dir), role="target", progress=progress)
+
+
+def open_store(settings: CloudSettings) -> SessionStore:
+    """Redis where a URL is set, else this process's memory."""
+    if settings.redis_url is None:
+        return MemoryStore(settings.session_ttl_s, settings.max_sessions)
+    secret = settings.store_key.get_secret_value() if settings.store_key else None
+    return RedisStore(
+        settings.redis_url.get_secret_value(),
+        Sealer(secret),
+        ttl_s=settings.session_ttl_s,
+        timeout_s=settings.redis_timeout_s,
+    )
+
+
+def _load_model(settings: CloudSettings) -> LoadedModel:
+    path = fetch_model(settings)
+    model = OnnxModel(path, context_length=settings.context_length, num_threads=settings.threads)
+    fitting = settings.kv_memory_bytes // (model.cache_bytes_per_token * model.context_length)
+    num_slots = max(1, min(MAX_SLOTS, fitting))
+    name = Path(settings.model.rsplit("/", 1)[-1].removeprefix("file:").removeprefix("hf:")).name.removesuffix(".gguf")
+    fingerprint = Tokenizer.from_directory(path).fingerprint
+    return LoadedModel(name, fingerprint, OnnxBatchModel(model, num_slots), num_slots)

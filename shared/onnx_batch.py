@@ -1,0 +1,189 @@
+"""Several sequences of one model whose caches lie side by side, so that one pass can step any of them together.
+
+GroupQueryAttention takes a batch of sequences of different lengths, one new token each, but only with all caches in one
+tensor [B, …]. Here every cache is a row of such a tensor, and a batch is bound to its first B rows: the rows of those
+that decode are moved to the front (a copy, once, when the set changes), so no row is computed for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from shared.causal_lm import Logits
+from shared.errors import ContextLengthError
+from shared.onnx_lm import LOGITS_FROM, OnnxModel
+
+
+class OnnxBatchModel:
+    """A model with room for `max_rows` sequences. Its memory is touched only as they fill."""
+
+    def __init__(self, model: OnnxModel, max_rows: int) -> None:
+        self.model = model
+        config = model.config
+        shape = (max_rows, config.num_kv_heads, model.context_length, config.head_size)
+        self._keys = [np.zeros(shape, model.cache_type) for _ in range(config.num_layers)]
+        self._values = [np.zeros(shape, model.cache_type) for _ in range(config.num_layers)]
+        self._logits = np.empty(0, model.logits_type)
+        self._rows: list[BatchRow] = []
+        self._max_rows = max_rows
+        self._bindings: dict[tuple[int, int], Any] = {}
+
+    @staticmethod
+    def load(directory: Path, context_length: int, max_rows: int, num_threads: int | None = None) -> OnnxBatchModel:
+        """Load a model directory; raises what `OnnxModel` raises."""
+        return OnnxBatchModel(OnnxModel(directory, context_length=context_length, num_threads=num_threads), max_rows)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return self.model.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens that a sequence can hold."""
+        return self.model.context_length
+
+    def new_cache(self) -> BatchRow:
+        """A new, empty sequence.
+
+        Raises:
+            LookupError: all rows are taken. A row is never given back: pool it.
+        """
+        if len(self._rows) == self._max_rows:
+            raise LookupError(f"all {self._max_rows} rows are taken")
+        row = BatchRow(self, len(self._rows))
+        self._rows.append(row)
+        return row
+
+    def decode_batch(self, caches: Sequence[BatchRow], tokens: Sequence[int]) -> Logits:
+        """Append one token to each of the (different) caches; logits [B, V], overwritten by the next pass.
+
+        Raises:
+            ContextLengthError: a cache is full; nothing was appended.
+            EngineError: inference failed; the caches are as before.
+        """
+        if any(len(cache.tokens) >= self.context_length for cache in caches):
+            raise ContextLengthError(f"a sequence is at the end of its context of {self.context_length} tokens")
+        size = len(caches)
+        vacant = [row.index for row in self._rows[:size] if row not in caches]
+        for outsider, place in zip([cache for cache in caches if cache.index >= size], vacant, strict=True):
+            self._swap(outsider.index, place)
+        order = np.argsort([cache.index for cache in caches])
+        rows = [caches[i] for i in order]
+        logits = self.run(0, [[tokens[i]] for i in order], [len(row.tokens) for row in rows], 1)
+        for i in order:
+            caches[i].append([tokens[i]])
+        return cast(Logits, logits[np.argsort(order), 0])
+
+    def run(self, first: int, tokens: Sequence[Sequence[int]], lengths: Sequence[int], num_logits: int) -> Logits:
+        """One pass over rows first, first + 1, …; logits [B, rows of logits, V].
+
+        tokens: [B, S]. lengths: tokens that each row holds before.
+        """
+        model, config = self.model, self.model.config
+        batch, new = len(tokens), len(tokens[0])
+        total = max(lengths) + new
+        binding = self._binding(first, batch)
+        mask = np.zeros((batch, total), np.int64)
+        for row, length in enumerate(lengths):
+            mask[row, : length + new] = 1
+        _bind(binding, config.input_ids, np.array(tokens, np.int64))
+        _bind(binding, config.attention_mask, mask)
+        if model.has_position_ids:
+            _bind(binding, config.position_ids, np.array(lengths, np.int64)[:, np.newaxis] + np.arange(new))
+        rows = num_logits if model.has_logits_from else new
+        if model.has_logits_from:
+            _bind(binding, LOGITS_FROM, np.array([new - rows], np.int64))
+        logits = self._logits_buffer(batch, rows)
+        binding.bind_ortvalue_output(config.logits, ort.OrtValue.ortvalue_from_numpy(logits))
+        model.run(binding)
+        return logits[:, rows - num_logits :]
+
+    def _logits_buffer(self, batch: int, rows: int) -> Logits:
+        size = batch * rows * self.model.vocab_size
+        if self._logits.size < size:
+            self._logits = np.empty(size, self.model.logits_type)
+        return cast(Logits, self._logits[:size].reshape(batch, rows, self.model.vocab_size))
+
+    def _binding(self, first: int, batch: int) -> Any:
+        """The caches of rows first … first + batch - 1, past and present in one buffer."""
+        if (first, batch) not in self._bindings:
+            binding, config = self.model.binding(), self.model.config
+            for layer in range(config.num_layers):
+                for buffers, past, present in (
+                    (self._keys, config.past_key, config.present_key),
+                    (self._values, config.past_value, config.present_value),
+                ):
+                    value = ort.OrtValue.ortvalue_from_numpy(buffers[layer][first : first + batch])
+                    binding.bind_ortvalue_input(past % layer, value)
+                    binding.bind_ortvalue_output(present % layer, value)
+            self._bindings[first, batch] = binding
+        return self._bindings[first, batch]
+
+    def _swap(self, a: int, b: int) -> None:
+        """Let two sequences change rows."""
+        first, second = self._rows[a], self._rows[b]
+        length = max(len(first.tokens), len(second.tokens))
+        for buffer in (*self._keys, *self._values):
+            kept = buffer[a, :, :length].copy()
+            buffer[a, :, :length] = buffer[b, :, :length]
+            buffer[b, :, :length] = kept
+        first.index, second.index = b, a
+        self._rows[a], self._rows[b] = second, first
+
+
+class BatchRow:
+    """One sequence of an `OnnxBatchModel`: a `CausalLM`. `index`: the row it lies in now."""
+
+    def __init__(self, batch_model: OnnxBatchModel, index: int) -> None:
+        self.index = index
+        self._batch_model = batch_model
+        self._tokens: list[int] = []
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return self._batch_model.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens that the cache can hold."""
+        return self._batch_model.context_length
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens in the cache."""
+        return self._tokens
+
+    def forward(self, tokens: Sequence[int], num_logits: int) -> Logits:
+        """See `CausalLM.forward`. The logits are overwritten by the model's next pass."""
+        past, new = len(self._tokens), len(tokens)
+        if not 0 <= num_logits <= new or not new:
+            raise ValueError(f"num_logits must be in 0..{new} for {new} tokens, got {num_logits}")
+        if past + new > self.context_length:
+            raise ContextLengthError(
+                f"{past} tokens and {new} more don't fit into the context of {self.context_length} tokens"
+            )
+        logits = self._batch_model.run(self.index, [tokens], [past], num_logits)[0]
+        self._tokens.extend(tokens)
+        return cast(Logits, logits)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Count tokens whose keys and values a batch pass has put into the cache."""
+        self._tokens.extend(tokens)
+
+    def truncate(self, length: int) -> None:
+        """See `CausalLM.truncate`."""
+        if not 0 <= length <= len(self._tokens):
+            raise ValueError(f"length must be in 0..{len(self._tokens)}, got {length}")
+        del self._tokens[length:]
+
+
+def _bind(binding: Any, name: str, array: NDArray[Any]) -> None:
+    binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
