@@ -12,7 +12,6 @@ from edge_agent.config import EdgeSettings
 from edge_agent.engine import Engine
 from edge_agent.metrics import EdgeMetrics
 from edge_agent.policy_controller import EngineLoad, Senses
-from edge_agent.report import EnergyMeter
 from edge_agent.scheduler import Scheduler
 from edge_agent.translate import Translator
 from shared.inference_thread import InferenceThread
@@ -51,7 +50,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Agent:
-    """The parts of a running edge agent. meter: None where energy is not measured."""
+    """The parts of a running edge agent."""
 
     settings: EdgeSettings
     engine: Engine
@@ -59,7 +58,6 @@ class Agent:
     metrics: EdgeMetrics
     translator: Translator
     heartbeat: Heartbeat
-    meter: EnergyMeter | None = None
     clock: Callable[[], float] = field(default=time.perf_counter)
 
     async def ready(self) -> bool:

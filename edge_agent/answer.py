@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from edge_agent.piece import LoggedToken, Piece
-from edge_agent.report import EnergyMeter, Tally
+from edge_agent.report import Tally
 from edge_agent.round import FinishReason, Round, TokenEvent
 from shared.detokenizer import IncrementalDetokenizer
 from shared.tokenizer import Tokenizer
@@ -32,7 +32,6 @@ class Answer:
         stop: Sequence[str] = (),
         continues: bool = False,
         arrived: float | None = None,
-        meter: EnergyMeter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """arrived: when the request came, by `clock`. continues: the text goes on from a prompt's text."""
@@ -40,7 +39,7 @@ class Answer:
         self._unlogged: list[TokenEvent] = []
         self._num_logged = 0
         self._clock = clock
-        self.tally = Tally(prompt_length, clock() if arrived is None else arrived, meter)
+        self.tally = Tally(prompt_length, clock() if arrived is None else arrived)
 
     async def pieces(self, session: Rounds) -> AsyncGenerator[Piece, None]:
         """The answer, round by round. A stop string ends it, and the session with it."""

@@ -12,12 +12,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
 from edge_agent.agent import EngineLoader, open_agent
-from edge_agent.auth import BodyLimit, HostCheck, KeyCheck
+from edge_agent.auth import HostCheck, KeyCheck
 from edge_agent.config import EdgeSettings
 from edge_agent.http_errors import install_error_handlers
 from edge_agent.openai_api import agent_of
 from edge_agent.openai_api import router as openai_router
 from edge_agent.web_api import router as web_router
+from shared.http import BodyLimit
 
 
 def create_app(settings: EdgeSettings, load_engine: EngineLoader) -> FastAPI:

@@ -8,11 +8,13 @@ from contextlib import aclosing, asynccontextmanager
 
 from edge_agent.agent import Agent
 from edge_agent.answer import Answer
+from edge_agent.http_errors import CloudFailedError
 from edge_agent.metrics import Outcome, observe
 from edge_agent.piece import Piece
 from edge_agent.report import Tally
 from edge_agent.request import GenerationRequest
 from edge_agent.session import Session
+from shared.errors import CloudError
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,6 @@ class Completion:
             stop=stop,
             continues=continues,
             arrived=arrived,
-            meter=agent.meter,
             clock=agent.clock,
         )
         self._outcome = Outcome.CANCELLED
@@ -55,7 +56,7 @@ class Completion:
 
         Raises:
             OverloadedError, RateLimitedError: there was no place.
-            EngineError, CloudError: while the pieces are iterated.
+            EngineError, CloudFailedError: while the pieces are iterated.
         """
         try:
             async with self._agent.scheduler.admit(self._request.tenant) as admission:
@@ -66,6 +67,9 @@ class Completion:
                 ):
                     self._opened = True
                     yield pieces
+        except CloudError as error:
+            self._outcome = Outcome.ERROR
+            raise CloudFailedError("the cloud can't serve this request, and it forbids the device") from error
         except Exception:
             self._outcome = Outcome.ERROR if self._opened else Outcome.REFUSED
             raise

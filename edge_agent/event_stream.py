@@ -4,57 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from edge_agent.http_errors import encode_json, error_body
 from shared.errors import SouschefError
+from shared.http import ClientLeftError, error_body, run_until_disconnect
+from shared.sse import PING, frame
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
 
 Frames = AsyncGenerator[bytes, None]
-
-
-class ClientLeftError(Exception):
-    """The client has closed the connection: there is nobody to answer."""
-
-
-def frame(content: dict[str, Any]) -> bytes:
-    """One event."""
-    return f"data: {encode_json(content)}\n\n".encode("ascii")
-
-
-async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, but no longer than the client is there; when this returns, the work has ended either way.
-
-    Raises:
-        ClientLeftError: the client left; the work was cancelled and has cleaned up.
-    """
-    task = asyncio.create_task(work)
-    listener = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({task, listener}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientLeftError
-    finally:
-        task.cancel()
-        listener.cancel()
-        await asyncio.gather(task, listener, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(Response):

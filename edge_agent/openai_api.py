@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from edge_agent.agent import Agent
 from edge_agent.completion import Completion
-from edge_agent.event_stream import DONE, ClientLeftError, EventStream, Frames, frame, run_until_disconnect
+from edge_agent.event_stream import DONE, EventStream, Frames
 from edge_agent.openai_response import (
     ChatCompletion,
     ChatShape,
@@ -26,6 +26,8 @@ from edge_agent.openai_schema import ChatRequest, CompletionRequest
 from edge_agent.piece import LoggedToken
 from edge_agent.round import FinishReason
 from shared.errors import NotFoundError
+from shared.http import ClientLeftError, run_until_disconnect
+from shared.sse import frame
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's word for a client that left; nobody reads it but the access log."""

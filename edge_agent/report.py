@@ -8,6 +8,7 @@ from typing import Literal, NotRequired, Protocol
 from typing_extensions import TypedDict
 
 from edge_agent.decision import Decision
+from edge_agent.energy import EnergyUse
 from edge_agent.piece import Piece
 from edge_agent.round import Origin, Round
 
@@ -68,24 +69,24 @@ class Report(TypedDict):
     energy_source: NotRequired[str]
 
 
-class EnergyMeter(Protocol):
-    """What a round cost."""
+class EnergySource(Protocol):
+    """Who knows what an answer has cost so far."""
 
     @property
-    def source(self) -> str:
-        """How it is known: `rapl`, `battery`, `cpu_time_model` or `simulated`."""
+    def energy(self) -> EnergyUse:
+        """Joules by component."""
 
-    def joules(self, round: Round) -> float:
-        """Energy of one round."""
+    @property
+    def energy_source(self) -> str:
+        """How they are known: `rapl`, `battery`, `cpu_time_model` or `simulated`."""
 
 
 class Tally:
     """The counts behind usage and the report."""
 
-    def __init__(self, prompt_length: int, arrived: float, meter: EnergyMeter | None = None) -> None:
+    def __init__(self, prompt_length: int, arrived: float) -> None:
         self._prompt_length = prompt_length
         self._arrived = arrived
-        self._meter = meter
         self._tokens_by_origin: Counter[Origin] = Counter()
         self._drafted: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
@@ -94,8 +95,8 @@ class Tally:
         self._num_rounds = 0
         self._num_first_tokens = 0
         self._decode_s = 0.0
-        self._joules = 0.0
         self.ttft_s: float | None = None
+        self.energy: EnergySource | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -120,8 +121,6 @@ class Tally:
         self._tokens_by_origin.update(event.origin for event in piece.tokens)
         self._drafted[round.draft.drafter] += len(round.draft)
         self._accepted[round.draft.drafter] += piece.num_accepted
-        if self._meter is not None:
-            self._joules += self._meter.joules(round)
 
     def _note_decision(self, round: Round) -> None:
         previous = self.last_decision
@@ -157,19 +156,19 @@ class Tally:
             "rounds": self._num_rounds,
             "draft_tokens": drafted,
             "accepted_tokens": accepted,
+            "decisions": [
+                {"round": number, "mode": decision.mode.value, "gamma": decision.gamma, "reason": decision.reason.value}
+                for number, decision in self._decisions
+            ],
+            "handoffs": list(self._handoffs),
         }
         if drafted:
             report["acceptance_rate"] = round(accepted / drafted, 4)
-        report["decisions"] = [
-            {"round": number, "mode": decision.mode.value, "gamma": decision.gamma, "reason": decision.reason.value}
-            for number, decision in self._decisions
-        ]
-        report["handoffs"] = list(self._handoffs)
         if self.ttft_s is not None:
             report["ttft_ms"] = round(self.ttft_s * 1000, 1)
         if self._decode_s > 0:
             report["tokens_per_second"] = round((self.num_tokens - self._num_first_tokens) / self._decode_s, 2)
-        if self._meter is not None:
-            report["energy_j"] = round(self._joules, 3)
-            report["energy_source"] = self._meter.source
+        if self.energy is not None:
+            report["energy_j"] = round(self.energy.energy.total, 3)
+            report["energy_source"] = self.energy.energy_source
         return report

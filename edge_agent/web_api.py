@@ -13,10 +13,12 @@ from fastapi import APIRouter, Request, Response
 from edge_agent.agent import Agent
 from edge_agent.demo_schema import DemoRequest
 from edge_agent.demo_state import demo_facts, demo_state
-from edge_agent.event_stream import DONE, ClientLeftError, EventStream, Frames, frame, run_until_disconnect
+from edge_agent.event_stream import DONE, EventStream, Frames
 from edge_agent.openai_api import CLIENT_CLOSED_REQUEST, agent_of
 from edge_agent.race import Events, race, run
 from shared.errors import NotFoundError
+from shared.http import ClientLeftError, run_until_disconnect
+from shared.sse import frame
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -9,6 +9,7 @@ import pytest
 
 from edge_agent.answer import Answer
 from edge_agent.decision import Decision, Mode, Reason
+from edge_agent.energy import EnergyUse
 from edge_agent.piece import Piece
 from edge_agent.round import FinishReason, Origin, Round, TokenEvent
 from shared.acceptance import Draft, TokenLogprobs
@@ -222,3 +223,15 @@ def test_leaving_early_closes_the_session() -> None:
     assert len(pieces) == 2
     assert session.closed
     assert session.num_handed_out == 2
+
+
+def test_energy_is_reported_with_its_source() -> None:
+    class Meter:
+        energy = EnergyUse(draft=0.25, verify=1.0, prefill=2.0)
+        energy_source = "cpu_time_model"
+
+    answer, _, _ = run_answer([make_round(0, b"a", finish=FinishReason.STOP)])
+    assert "energy_j" not in answer.tally.report()
+    answer.tally.energy = Meter()
+    report = answer.tally.report()
+    assert (report["energy_j"], report["energy_source"]) == (3.25, "cpu_time_model")
