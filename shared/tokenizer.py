@@ -6,13 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer as HfTokenizer
 
 from shared.errors import ModelFileError, UnsupportedModelError
+from shared.memory import release_freed_memory
 from shared.models.gguf_tokenizer import write_gguf_tokenizer
 
 _SPACE_MARK: Final = "▁"
@@ -44,7 +44,6 @@ class Tokenizer:
         vocab_size: int = 0,
     ) -> None:
         """`definition` is the content of a `tokenizer.json`; `vocab_size` counts padded ids that it leaves out."""
-        self._definition = definition
         self._tokenizer = _plain(definition)
         self._continuing = _without_prefix(definition) or self._tokenizer
         controls = [entry for entry in definition["added_tokens"] if entry["special"]]
@@ -62,7 +61,14 @@ class Tokenizer:
         self.add_bos = add_bos and self.bos_id is not None
         self.chat_template = chat_template
         self.strips_first_space = _strips_first_space(definition["decoder"] or {})
-        self.vocab_size = max(vocab_size, 1 + max(self._tokenizer.get_vocab().values()))
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocab_size, 1 + max(vocabulary.values()))
+        self.fingerprint = _fingerprint(definition, vocabulary)
+        """SHA-256 over everything that decides which ids a text becomes and what an id means.
+
+        Equal for two models of different size that share a vocabulary, different for two vocabularies of one size with
+        swapped entries. Padding of the vocabulary does not count.
+        """
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -81,7 +87,7 @@ class Tokenizer:
         ends = [*_as_ids(genai.get("eos_token_id")), *_as_ids(generation.get("eos_token_id"))]
         if eos_token in ids:
             ends.append(ids[eos_token])
-        return cls(
+        tokenizer = cls(
             definition,
             bos_token=_token_text(config.get("bos_token")),
             eos_token=eos_token,
@@ -90,6 +96,9 @@ class Tokenizer:
             chat_template=_chat_template(config, directory),
             vocab_size=int(genai.get("vocab_size", 0)),
         )
+        del definition  # Many times larger than what is kept of it.
+        release_freed_memory()
+        return tokenizer
 
     def encode(self, text: str, *, allow_special: bool = False, add_bos: bool = False) -> list[int]:
         """Token ids of the text.
@@ -157,32 +166,28 @@ class Tokenizer:
         byte = _BYTE_TOKEN.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else str(piece).replace(_SPACE_MARK, " ").encode()
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 over everything that decides which ids a text becomes and what an id means.
 
-        Equal for two models of different size that share a vocabulary, different for two vocabularies of one size with
-        swapped entries. Padding of the vocabulary does not count.
-        """
-        model = self._definition["model"]
-        vocabulary = sorted((i, token) for token, i in self._tokenizer.get_vocab().items())
-        merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges", [])]
-        content = [
-            model.get("type"),
-            vocabulary,
-            sorted(self.special_ids),
-            merges,
-            model.get("ignore_merges", False),
-            self._definition["normalizer"],
-            self._definition["pre_tokenizer"],
-        ]
-        text = json.dumps(content, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+def _fingerprint(definition: Mapping[str, Any], vocabulary: Mapping[str, int]) -> str:
+    model = definition["model"]
+    content = [
+        model.get("type"),
+        sorted((i, token) for token, i in vocabulary.items()),
+        sorted(entry["id"] for entry in definition["added_tokens"] if entry["special"]),
+        [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges", [])],
+        model.get("ignore_merges", False),
+        definition["normalizer"],
+        definition["pre_tokenizer"],
+    ]
+    text = json.dumps(content, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _plain(definition: Mapping[str, Any]) -> HfTokenizer:
     """A tokenizer that takes every text for text: control tokens are split off by us."""
-    tokenizer = HfTokenizer.from_str(json.dumps(definition))
+    try:
+        tokenizer = HfTokenizer.from_str(json.dumps(definition))
+    except Exception as error:  # The library raises nothing more precise.
+        raise UnsupportedModelError(f"tokenizer.json can't be loaded: {error}") from error
     tokenizer.encode_special_tokens = True
     return tokenizer
 

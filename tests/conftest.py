@@ -6,9 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from shared.models.cache import ModelCache
 from shared.models.pull import fetch_gguf, pull
+
+# The same examples in every run, no clock, nothing written beside the sources.
+settings.register_profile(
+    "souschef", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("souschef")
 
 _SMOLLM2 = "smollm2-135m-instruct"
 _QWEN_05 = "qwen2.5-coder-0.5b-instruct"

@@ -81,7 +81,7 @@ def test_the_models_own_template_gives_llama_cpps_prompt(
 
 
 @pytest.mark.parametrize("source", [CHATML, STRICT, LOOKS_AT_CONTENT, "{{ messages | tojson }}"])
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.text(st.sampled_from("aB <|>/\n'1é😀") | st.characters(exclude_categories=["Cs"]), max_size=20))
 def test_ordinary_content_is_encoded_as_the_whole_text_is(
     smollm2_tokenizer: Tokenizer, source: str, content: str
@@ -93,7 +93,7 @@ def test_ordinary_content_is_encoded_as_the_whole_text_is(
 
 
 @pytest.mark.parametrize("source", [CHATML, LOOKS_AT_CONTENT])
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(CONTENTS, min_size=1, max_size=3))
 def test_no_control_token_comes_from_content(smollm2_tokenizer: Tokenizer, source: str, contents: list[str]) -> None:
     template = ChatTemplate(source, None, None)
