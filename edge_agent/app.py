@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
@@ -34,8 +34,8 @@ def create_app(settings: EdgeSettings, load_engine: EngineLoader) -> FastAPI:
     app.include_router(openai_router)
     app.include_router(web_router)
     app.add_api_route("/health", health, methods=["GET"])
-    app.add_api_route("/ready", ready, methods=["GET"])
-    app.add_api_route("/metrics", metrics, methods=["GET"])
+    app.add_api_route("/ready", ready, methods=["GET"], responses={503: {"description": "Not ready."}})
+    app.add_api_route("/metrics", metrics, methods=["GET"], response_class=PlainTextResponse)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(KeyCheck, settings=settings)

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from typing_extensions import TypedDict
 
 from edge_agent.openai_schema import UNSUPPORTED
 from shared import http
 from shared.errors import BadRequestError, RequestError, UnsupportedFieldError
+
+
+class ErrorDetail(TypedDict):
+    """What was wrong, and where."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """The body of every error, as OpenAI's."""
+
+    error: ErrorDetail
+
+
+ERRORS: Final[dict[int | str, dict[str, Any]]] = {
+    "4XX": {"model": ErrorBody, "description": "The request can't be served as it is."},
+    "5XX": {"model": ErrorBody, "description": "Not now: overloaded, stopping, or failed. `Retry-After` says when."},
+}
+"""For the OpenAPI document."""
 
 
 class CloudFailedError(RequestError):

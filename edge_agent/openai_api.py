@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from edge_agent.agent import Agent
 from edge_agent.completion import Completion
 from edge_agent.event_stream import DONE, EventStream, Frames
+from edge_agent.http_errors import ERRORS
 from edge_agent.openai_response import (
     ChatCompletion,
     ChatShape,
@@ -32,7 +33,7 @@ from shared.sse import frame
 CLIENT_CLOSED_REQUEST = 499
 """nginx's word for a client that left; nobody reads it but the access log."""
 
-router = APIRouter()
+router = APIRouter(responses=ERRORS)
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {

@@ -281,9 +281,14 @@ def _as_prompt(value: object) -> object:
     raise ValueError("must be one string or one list of token ids, not empty")
 
 
+Filled = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+One = Field(min_length=1, max_length=1)
 Prompt = Annotated[
     Text | list[int],
-    BeforeValidator(_as_prompt, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    BeforeValidator(
+        _as_prompt, json_schema_input_type=Filled | Ids | Annotated[list[Filled], One] | Annotated[list[Ids], One]
+    ),
 ]
 
 

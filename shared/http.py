@@ -108,7 +108,9 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
     if error.status_code == 404:
         return error_response(NotFoundError("no such route", code="not_found"))
     if error.status_code == 405:
-        return error_response(MethodNotAllowedError("this route does not take this method"))
+        response = error_response(MethodNotAllowedError("this route does not take this method"))
+        response.headers.update(error.headers or {})  # `Allow` says which it takes.
+        return response
     return error_response(BadRequestError("the body can't be read", code="invalid_body"))
 
 

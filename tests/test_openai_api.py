@@ -342,7 +342,20 @@ def test_prompt_past_the_context_is_refused_before_any_work() -> None:
 def test_unknown_model_route_and_method(server: RunningServer) -> None:
     assert error_of(chat(server, model="gpt-4"), 404)["code"] == "model_not_found"
     assert error_of(httpx.get(f"{server.url}/v1/nothing"), 404)["code"] == "not_found"
-    assert error_of(httpx.get(f"{server.url}/v1/chat/completions"), 405)["code"] == "method_not_allowed"
+    wrong_method = httpx.get(f"{server.url}/v1/chat/completions")
+    assert error_of(wrong_method, 405)["code"] == "method_not_allowed"
+    assert wrong_method.headers["allow"] == "POST"
+
+
+def test_errors_and_requests_are_documented(server: RunningServer) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        operation = document["paths"][path]["post"]
+        assert set(operation["responses"]) == {"200", "4XX", "5XX"}
+        assert "text/event-stream" in operation["responses"]["200"]["content"]
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert set(fields) == set(ChatRequest.model_fields)
+    assert fields["n"]["enum"] == [1, None]
 
 
 def test_template_that_refuses_is_400() -> None:
