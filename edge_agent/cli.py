@@ -80,9 +80,7 @@ def chat(
     url: Annotated[
         str | None, typer.Option(help="A running agent, e.g. http://127.0.0.1:8080; else models are loaded here.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="Key for the running agent.", envvar="SOUSCHEF_CHAT_KEY", show_envvar=False)
-    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key for the running agent.", envvar="EDGE_AGENT_KEY")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 always takes the likeliest token.")] = 0.7,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,

@@ -21,6 +21,10 @@ DONE = b"data: [DONE]\n\n"
 Frames = AsyncGenerator[bytes, None]
 
 
+class ClientStalledError(Exception):
+    """The client takes nothing: what it was sent fills every buffer on the way."""
+
+
 class EventStream(Response):
     """Sends frames as they are made. The first is already here: whatever could go wrong before it has had its status.
 
@@ -45,7 +49,7 @@ class EventStream(Response):
                 await run_until_disconnect(receive, self._send_all(send))
             except ClientLeftError:
                 logger.debug("client left")
-            except TimeoutError:
+            except ClientStalledError:
                 logger.warning("client took nothing for %.0f s and was given up", self._stall_s)
 
     async def _send_all(self, send: Send) -> None:
@@ -57,7 +61,7 @@ class EventStream(Response):
         except SouschefError as error:
             logger.warning("answer failed after its start: %s", type(error).__name__)
             await self._send(send, frame(error_body(error)))
-        except TimeoutError:
+        except ClientStalledError:
             raise
         except Exception as error:
             logger.exception("answer failed after its start")
@@ -77,5 +81,8 @@ class EventStream(Response):
                 await asyncio.wait({made})
 
     async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
-        async with asyncio.timeout(self._stall_s):
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError as error:
+            raise ClientStalledError from error

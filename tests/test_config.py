@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from edge_agent.config import EdgeSettings, Preset, is_loopback, load_settings
+from edge_agent.config import Preset, is_loopback, load_settings
 from shared.errors import ConfigError
 
 
@@ -14,8 +15,8 @@ from shared.errors import ConfigError
 def _clean_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No souschef.toml and no variable of the developer's own."""
     monkeypatch.chdir(tmp_path)
-    for name in EdgeSettings.model_fields:
-        monkeypatch.delenv(f"SOUSCHEF_{name.upper()}", raising=False)
+    for name in [name for name in os.environ if name.startswith("SOUSCHEF_")]:
+        monkeypatch.delenv(name)
 
 
 def complaint(**flags: object) -> str:
