@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from edge_agent.commands.bench import bench
+from edge_agent.commands.simulate import simulate
 from edge_agent.config import EdgeSettings, Preset, load_settings
 
 app = typer.Typer(
@@ -21,6 +23,8 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="What models there are, fetching them, and what is known of one.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+app.command(epilog="Example: edge-agent bench --preset tiny --repeats 5 --report bench.html.")(bench)
+app.command(epilog="Example: edge-agent simulate --curve policy.json --plot speedup.svg.")(simulate)
 
 Config = Annotated[Path | None, typer.Option(help="Settings file; souschef.toml here if there is one.")]
 PresetOption = Annotated[
