@@ -23,8 +23,6 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="What models there are, fetching them, and what is known of one.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
-app.command(epilog="Example: edge-agent bench --preset tiny --repeats 5 --report bench.html.")(bench)
-app.command(epilog="Example: edge-agent simulate --curve policy.json --plot speedup.svg.")(simulate)
 
 Config = Annotated[Path | None, typer.Option(help="Settings file; souschef.toml here if there is one.")]
 PresetOption = Annotated[
@@ -122,6 +120,10 @@ def calibrate(
     from edge_agent.calibrate import print_calibration
 
     print_calibration(settings)
+
+
+app.command(epilog="Example: edge-agent bench --preset tiny --repeats 5 --report bench.html.")(bench)
+app.command(epilog="Example: edge-agent simulate --curve policy.json --plot speedup.svg.")(simulate)
 
 
 @models_app.command("list")

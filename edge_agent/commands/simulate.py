@@ -77,13 +77,13 @@ def _table(tables: dict[str, list[SpeedupRow]], kind: str) -> Table:
     """gamma down, a workload across: simulated with its interval, closed form; the best gamma marked."""
     table = Table("gamma", title=f"speed-up over direct decoding, {kind} verification cost; * best gamma")
     for label, rows in tables.items():
-        table.add_column(f"{label}\nalpha {rows[-1].alpha:.2f}", justify="right")
+        table.add_column(f"{label}\nalpha {rows[-1].alpha:.2f}", justify="right", no_wrap=True)
         table.add_column("closed\nform", justify="right", style="dim")
     best = {label: max(rows, key=lambda row: row.speedup_closed_form).gamma for label, rows in tables.items()}
     for same_gamma in zip(*tables.values(), strict=True):
         cells: list[str] = []
         for label, row in zip(tables, same_gamma, strict=True):
             mark = "*" if best[label] == row.gamma else " "
-            cells += [f"{row.speedup_simulated:.3f} ± {row.ci95:.3f}", f"{row.speedup_closed_form:.3f}{mark}"]
+            cells += [f"{row.speedup_simulated:.2f} ±{row.ci95:.2f}", f"{row.speedup_closed_form:.2f}{mark}"]
         table.add_row(str(same_gamma[0].gamma), *cells)
     return table
