@@ -45,6 +45,9 @@ BATTERY_REASONS = (
     Reason.BATTERY_CRITICAL,
     Reason.BATTERY_CRITICAL,
 )
+HEADROOM_SPAN_C = 30.0
+"""Android's headroom of 1.0 is this far over one of 0.0."""
+
 STATUS_RUNGS = {
     ThermalStatus.NONE: Rung.NOMINAL,
     ThermalStatus.LIGHT: Rung.EASED,
@@ -170,10 +173,12 @@ def heat_rung(device: DeviceState, thresholds: Thresholds, current: Rung) -> Run
     """The highest rung that temperature, headroom (both some seconds ahead) or Android's thermal status calls for."""
     rung = Rung.NOMINAL
     if device.temperature_c is not None and thresholds.temperature_c is not None:
-        ahead = device.temperature_c + max(device.temperature_slope, 0.0) * thresholds.forecast_s
+        rise = max(device.temperature_slope, 0.0) * thresholds.forecast_s
+        ahead = device.temperature_c + min(rise, thresholds.most_ahead_c)
         rung = rising_rung(ahead, thresholds.temperature_c, current)
     if device.headroom is not None:
-        ahead = device.headroom + max(device.headroom_slope, 0.0) * thresholds.forecast_s
+        rise = max(device.headroom_slope, 0.0) * thresholds.forecast_s
+        ahead = device.headroom + min(rise, thresholds.most_ahead_c / HEADROOM_SPAN_C)
         rung = max(rung, rising_rung(ahead, thresholds.headroom, current))
     if device.thermal_status is not None:
         rung = max(rung, STATUS_RUNGS[device.thermal_status])

@@ -58,7 +58,7 @@ PROFILES: Mapping[str, DeviceProfile] = {
         slow_k_per_w=4.46,
         slow_s=318.0,
         base_w=0.4,
-        active_w=6.0,
+        active_w=7.0,
         exponent=1.66,
         lowest_clock=0.3,
         battery_wh=19.0,
@@ -126,17 +126,25 @@ class SimulatedPhone:
     ) -> None:
         if not 0 < time_scale <= 1000:
             raise ConfigError(f"time scale must be over 0 and at most 1000, got {time_scale}")
-        self.profile = profile
         self.time_scale = time_scale
         self._clock = clock
         self._lock = threading.Lock()
-        self._at = clock()
+        self._joules = 0.0
+        self.become(profile, battery_percent)
+
+    def become(self, profile: DeviceProfile, battery_percent: float = 80.0) -> None:
+        """Be this device, cool and at full clock. The joules spent so far stay."""
+        with self._lock:
+            self._reset(profile, battery_percent)
+
+    def _reset(self, profile: DeviceProfile, battery_percent: float) -> None:
+        self.profile = profile
+        self._at = self._clock()
         self._busy_s = 0.0
         self._fast_k = 0.0
         self._slow_k = profile.base_w * profile.slow_k_per_w
         self._until_poll = POLL_S
         self._share = 1.0
-        self._joules = 0.0
         self._battery_wh = None if profile.battery_wh is None else profile.battery_wh * battery_percent / 100.0
         self._charging = False
 

@@ -85,6 +85,7 @@ class Thresholds(_Frozen):
     battery_percent: FallingLadder | None = falling((30, 33), (20, 23), (10, 13), (5, 8))
     stretch: tuple[Stretch, Stretch, Stretch, Stretch] = (1.0, 1.0, 1.15, 1.5)
     forecast_s: Annotated[float, Field(ge=0, le=600)] = 10.0
+    most_ahead_c: Annotated[float, Field(ge=0, le=20)] = 1.5
     min_dwell_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     stale_after_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     objective: Objective = Objective.BALANCED

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edge_agent.sensors.base import MergedSensors, NullSensors, Sampler, Sensors
+from edge_agent.sensors.base import DeviceSampler, MergedSensors, NullSensors, Sensors
 from edge_agent.sensors.choose import choose_sensors
 from edge_agent.sensors.psutil_sensors import PsutilSensors
 from edge_agent.sensors.push import DevicePush
@@ -14,12 +14,12 @@ from edge_agent.sensors.termux import TermuxSensors
 
 __all__ = [
     "DevicePush",
+    "DeviceSampler",
     "MergedSensors",
     "NullSensors",
     "PsutilSensors",
     "Recorder",
     "ReplaySensors",
-    "Sampler",
     "Sensors",
     "SimulatedSensors",
     "SysfsSensors",

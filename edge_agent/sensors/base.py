@@ -69,7 +69,7 @@ class MergedSensors:
         return replace(merged, source="+".join(sources)) if sources else None
 
 
-class Sampler:
+class DeviceSampler:
     """Looks at the sensors every `interval_s` and keeps what the policy may believe.
 
     `run` is a task of the service's lifespan; `state` is cheap and may be asked in every round.

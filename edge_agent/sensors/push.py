@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator
@@ -41,3 +42,27 @@ class DevicePush(BaseModel):
     def reading(self, now: float) -> DeviceReading:
         """As a reading of this moment."""
         return DeviceReading(now, "push", **self.model_dump())
+
+
+class HeldPush:
+    """The last push as a sensor of its own: it stands over other sensors until it is released or old."""
+
+    source = "push"
+
+    def __init__(self, hold_s: float = 300.0) -> None:
+        self._hold_s = hold_s
+        self._reading: DeviceReading | None = None
+
+    def hold(self, reading: DeviceReading) -> None:
+        """Keep this one."""
+        self._reading = reading
+
+    def release(self) -> None:
+        """Keep none."""
+        self._reading = None
+
+    def read(self, now: float) -> DeviceReading | None:
+        """The held reading, as of now."""
+        if self._reading is None or now - self._reading.at > self._hold_s:
+            return None
+        return replace(self._reading, at=now)
