@@ -27,8 +27,8 @@ from benchmarks.client import Timing, chat
 from benchmarks.servers import ServerProcess, Usage, edge_agent, llama_server
 from edge_agent.config import PRESETS, Preset
 from edge_agent.scenarios import Scenario, built_in, read_scenarios
-from shared.models.catalogue import find_model
-from shared.models.pull import ModelCache
+from shared.models.cache import ModelCache
+from shared.models.pull import fetch_gguf
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def main() -> int:
     console = Console(width=200)
     scenarios = (read_scenarios(arguments.prompts) if arguments.prompts else built_in())[: arguments.limit]
     target = str(PRESETS[arguments.preset]["target"])
-    gguf = str(ModelCache().gguf_path(find_model(target)))
+    gguf = str(fetch_gguf(target, ModelCache()))
     with ExitStack() as stack:
         ours = stack.enter_context(edge_agent("ours", "--preset", arguments.preset.value))
         llama = stack.enter_context(llama_server("llama.cpp", gguf))

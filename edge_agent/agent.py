@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from edge_agent.config import EdgeSettings
+from edge_agent.device import Device
 from edge_agent.engine import Engine
 from edge_agent.metrics import EdgeMetrics
 from edge_agent.policy_controller import EngineLoad, Senses
@@ -16,7 +17,7 @@ from edge_agent.scheduler import Scheduler
 from edge_agent.translate import Translator
 from shared.inference_thread import InferenceThread
 
-EngineLoader = Callable[[Senses], Awaitable[Engine]]
+EngineLoader = Callable[[Device, Senses], Awaitable[Engine]]
 
 PROBE_WAIT_S = 0.5
 """How long `/ready` waits for the inference thread before it judges by the thread's last sign of life."""
@@ -53,6 +54,7 @@ class Agent:
     """The parts of a running edge agent."""
 
     settings: EdgeSettings
+    device: Device
     engine: Engine
     scheduler: Scheduler
     metrics: EdgeMetrics
@@ -73,17 +75,21 @@ async def open_agent(settings: EdgeSettings, load_engine: EngineLoader) -> Async
         SouschefError: whatever the loader raises.
     """
     scheduler = Scheduler(settings.max_running, settings.max_waiting)
-    senses = Senses(load=lambda: EngineLoad(scheduler.num_running, scheduler.num_waiting))
-    engine = await load_engine(senses)
+    device = Device(settings.sensors)
+    senses = Senses(device=device.sampler.state, load=lambda: EngineLoad(scheduler.num_running, scheduler.num_waiting))
+    engine = await load_engine(device, senses)
     heartbeat = Heartbeat(engine.thread)
+    sampling = asyncio.create_task(device.sampler.run())
     try:
         metrics = EdgeMetrics()
-        metrics.watch(scheduler)
+        metrics.watch(scheduler, device.sampler, engine)
         metrics.model_info.info(
             {"target": engine.model_name, "draft": settings.draft, "fingerprint": engine.system_fingerprint}
         )
         translator = Translator(engine, settings.acceptance_rule, settings.max_gamma)
-        yield Agent(settings, engine, scheduler, metrics, translator, heartbeat)
+        yield Agent(settings, device, engine, scheduler, metrics, translator, heartbeat)
     finally:
+        sampling.cancel()
+        await asyncio.wait({sampling})
         await heartbeat.stop()
         await engine.close()

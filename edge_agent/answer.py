@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from shared.tokenizer import Tokenizer
 class Rounds(Protocol):
     """What an answer asks of a session."""
 
-    def run(self) -> AsyncIterator[Round]:
+    def run(self) -> AsyncGenerator[Round, None]:
         """The rounds, until the answer ends; closing the iterator rolls back."""
 
 
@@ -44,7 +44,7 @@ class Answer:
     async def pieces(self, session: Rounds) -> AsyncGenerator[Piece, None]:
         """The answer, round by round. A stop string ends it, and the session with it."""
         finished = False
-        async with aclosing(_as_generator(session.run())) as rounds:
+        async with aclosing(session.run()) as rounds:
             while not finished:
                 started = self._clock()
                 round = await anext(rounds)
@@ -78,12 +78,3 @@ class Answer:
         released, self._unlogged = self._unlogged[:count], self._unlogged[count:]
         return tuple(LoggedToken(event.token, event.logprobs) for event in released if event.logprobs is not None)
 
-
-async def _as_generator(rounds: AsyncIterator[Round]) -> AsyncGenerator[Round, None]:
-    """`Session.run` is declared as an iterator and is a generator: closing must reach it."""
-    try:
-        async for round in rounds:
-            yield round
-    finally:
-        if isinstance(rounds, AsyncGenerator):
-            await rounds.aclose()

@@ -17,6 +17,7 @@ from edge_agent.config import EdgeSettings
 from edge_agent.http_errors import install_error_handlers
 from edge_agent.openai_api import agent_of
 from edge_agent.openai_api import router as openai_router
+from edge_agent.policy_api import router as policy_router
 from edge_agent.web_api import router as web_router
 from shared.http import BodyLimit
 
@@ -32,6 +33,7 @@ def create_app(settings: EdgeSettings, load_engine: EngineLoader) -> FastAPI:
     app = FastAPI(title="Souschef edge agent", lifespan=lifespan, redirect_slashes=False)
     install_error_handlers(app)
     app.include_router(openai_router)
+    app.include_router(policy_router)
     app.include_router(web_router)
     app.add_api_route("/health", health, methods=["GET"])
     app.add_api_route("/ready", ready, methods=["GET"], responses={503: {"description": "Not ready."}})

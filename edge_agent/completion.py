@@ -80,6 +80,10 @@ class Completion:
         previous = None
         async with aclosing(self._answer.pieces(session)) as pieces:
             async for piece in pieces:
+                self.tally.energy, self.tally.energy_source = (
+                    session.controller.energy,
+                    session.controller.energy_source,
+                )
                 self._agent.metrics.count_round(piece, previous)
                 previous = piece.round.decision
                 if piece.finish_reason is not None:
@@ -90,6 +94,8 @@ class Completion:
 
     def _record(self) -> None:
         latency_s = self._agent.clock() - self._arrived
+        if self.tally.energy_source is not None:
+            self._agent.metrics.count_energy(self.tally.energy, self.tally.energy_source)
         self._agent.metrics.count_request(self.tally, self._outcome, latency_s)
         decision = self.tally.last_decision
         logger.info(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from edge_agent.decision import Decision, Mode, Reason
+from edge_agent.energy import EnergyUse
 from edge_agent.request import GenerationRequest, Speculation
 from edge_agent.round import Round
 from shared.acceptance import Draft
@@ -28,6 +29,14 @@ class RoundState:
 
 class RoundController(Protocol):
     """Decides one request's rounds."""
+
+    @property
+    def energy(self) -> EnergyUse:
+        """Joules of the request so far."""
+
+    @property
+    def energy_source(self) -> str | None:
+        """How they are known: `rapl`, `battery`, `cpu_time_model`, `simulated`; None where nobody measures."""
 
     def decide(self, state: RoundState) -> Decision:
         """The orders for the next round."""
@@ -58,6 +67,9 @@ class RoundPolicy(Protocol):
 
 class FixedController:
     """The same gamma in every round, as far as the request allows: for measuring, and for a device with no policy."""
+
+    energy = EnergyUse()
+    energy_source: str | None = None
 
     def __init__(self, gamma: int, reason: Reason = Reason.NOMINAL) -> None:
         self._gamma = gamma

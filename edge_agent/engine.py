@@ -83,6 +83,11 @@ class Engine:
         """Most tokens of prompt and answer together."""
         return self.target.context_length
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens in all caches, of running requests and kept for later ones."""
+        return self.target.slots.num_cached_tokens + (self.draft.slots.num_cached_tokens if self.draft else 0)
+
     @asynccontextmanager
     async def session(self, request: GenerationRequest) -> AsyncIterator[Session]:
         """A session with caches of its own for as long as the block lasts."""

@@ -10,13 +10,12 @@ from pathlib import Path
 from edge_agent.calibration import measure_curve
 from edge_agent.config import EdgeSettings
 from edge_agent.cost_model import CostModel
-from edge_agent.energy import choose_meter
+from edge_agent.device import Device
 from edge_agent.engine import Engine, LocalModel
 from edge_agent.policy_controller import PolicyEngine, Senses
 from edge_agent.thresholds import PRESETS, Preset, Thresholds, choose_preset
 from shared.causal_lm import CausalLM
 from shared.chat_template import ChatTemplate
-from shared.inference_thread import InferenceThread
 from shared.kv_slots import SlotPool
 from shared.models.cache import ModelCache
 from shared.models.catalogue import Role
@@ -31,8 +30,8 @@ DRAFT_POSITIONS = (1, 2)
 ARM = ("aarch64", "arm64", "armv7l")
 
 
-async def load_engine(settings: EdgeSettings, senses: Senses, progress: ProgressListener) -> Engine:
-    """An engine with its models in memory, warm and measured.
+async def load_engine(settings: EdgeSettings, device: Device, senses: Senses, progress: ProgressListener) -> Engine:
+    """An engine with its models in memory, warm and measured, on the device's own thread and energy meter.
 
     Raises:
         ModelError: a model can't be fetched, built or loaded.
@@ -46,7 +45,7 @@ async def load_engine(settings: EdgeSettings, senses: Senses, progress: Progress
         if settings.has_draft
         else None
     )
-    thread = InferenceThread()
+    thread = device.new_thread()
     try:
         target, curve = await thread.run(_load, settings, settings.target, "target", target_path, progress)
         draft, draft_cost = None, {}
@@ -58,7 +57,7 @@ async def load_engine(settings: EdgeSettings, senses: Senses, progress: Progress
             _thresholds(settings, preset),
             drafters=("prediction", "ngram", *draft_cost),
             senses=senses,
-            meter=choose_meter(preset),
+            meter=device.new_meter(preset),
         )
         return Engine(target, draft, thread, policy, _template(target.tokenizer), _fingerprint(target_path, draft_path))
     except BaseException:
@@ -98,8 +97,7 @@ def _name(reference: str) -> str:
 
 
 def _template(tokenizer: Tokenizer) -> ChatTemplate:
-    ends = sorted(tokenizer.eos_ids)
-    return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.decode(ends[:1], skip_special=False))
+    return ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
 
 
 def _fingerprint(*paths: Path | None) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import generate_latest
 
 from edge_agent.decision import Decision, Reason
+from edge_agent.energy import EnergyUse
+from edge_agent.engine import Engine
 from edge_agent.piece import Piece
 from edge_agent.report import Tally
 from edge_agent.round import Origin
 from edge_agent.scheduler import Scheduler
+from edge_agent.sensors import DeviceSampler
 
 PREFIX = "souschef_edge"
 
@@ -85,10 +89,16 @@ class EdgeMetrics:
         for origin in Origin:
             self.tokens.labels(origin)
 
-    def watch(self, scheduler: Scheduler) -> None:
-        """Read the queue's gauges from the scheduler at each scrape."""
+    def watch(self, scheduler: Scheduler, sampler: DeviceSampler, engine: Engine) -> None:
+        """Read the gauges where they are known, at each scrape."""
         self.requests_running.set_function(lambda: scheduler.num_running)
         self.requests_waiting.set_function(lambda: scheduler.num_waiting)
+        self.temperature.set_function(lambda: _known(sampler.state().temperature_c))
+        self.battery.set_function(lambda: _known(sampler.state().battery_percent))
+        self.charging.set_function(lambda: _known(sampler.state().charging))
+        self.headroom.set_function(lambda: _known(sampler.state().headroom))
+        self.sensor_age.set_function(lambda: _known(sampler.state().age_s))
+        self.kv_cache_tokens.set_function(lambda: engine.num_cached_tokens)
 
     def count_round(self, piece: Piece, previous: Decision | None) -> None:
         """Count one round and what it added to the answer."""
@@ -113,6 +123,12 @@ class EdgeMetrics:
     def count_handoff(self, to: str, reason: Reason) -> None:
         """Count a switch of who produces the next tokens."""
         self.handoffs.labels(to, reason).inc()
+
+    def count_energy(self, use: EnergyUse, source: str) -> None:
+        """Count what an answer has cost, by component."""
+        for component, joules in asdict(use).items():
+            if joules > 0:
+                self.energy.labels(component, source).inc(joules)
 
     def count_request(self, tally: Tally | None, outcome: Outcome, latency_s: float) -> None:
         """Count a request that has ended, however it did."""
@@ -139,6 +155,11 @@ class EdgeMetrics:
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"{PREFIX}_{name}", help, buckets=buckets, registry=self.registry)
+
+
+def _known(value: float | None) -> float:
+    """The value, or NaN while it is unknown."""
+    return math.nan if value is None else float(value)
 
 
 def observe(histogram: Histogram, value: float) -> None:

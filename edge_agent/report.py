@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, NotRequired, Protocol
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -69,18 +69,6 @@ class Report(TypedDict):
     energy_source: NotRequired[str]
 
 
-class EnergySource(Protocol):
-    """Who knows what an answer has cost so far."""
-
-    @property
-    def energy(self) -> EnergyUse:
-        """Joules by component."""
-
-    @property
-    def energy_source(self) -> str:
-        """How they are known: `rapl`, `battery`, `cpu_time_model` or `simulated`."""
-
-
 class Tally:
     """The counts behind usage and the report."""
 
@@ -96,7 +84,8 @@ class Tally:
         self._num_first_tokens = 0
         self._decode_s = 0.0
         self.ttft_s: float | None = None
-        self.energy: EnergySource | None = None
+        self.energy = EnergyUse()
+        self.energy_source: str | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -168,7 +157,7 @@ class Tally:
             report["ttft_ms"] = round(self.ttft_s * 1000, 1)
         if self._decode_s > 0:
             report["tokens_per_second"] = round((self.num_tokens - self._num_first_tokens) / self._decode_s, 2)
-        if self.energy is not None:
-            report["energy_j"] = round(self.energy.energy.total, 3)
-            report["energy_source"] = self.energy.energy_source
+        if self.energy_source is not None:
+            report["energy_j"] = round(self.energy.total, 3)
+            report["energy_source"] = self.energy_source
         return report

@@ -11,6 +11,7 @@ import typer
 from edge_agent.agent import EngineLoader
 from edge_agent.app import create_app
 from edge_agent.config import EdgeSettings
+from edge_agent.device import Device
 from edge_agent.engine import Engine
 from edge_agent.loading import load_engine
 from edge_agent.policy_controller import Senses
@@ -75,9 +76,9 @@ def fetch_models(settings: EdgeSettings) -> None:
 def engine_loader(settings: EdgeSettings) -> EngineLoader:
     """Loads the engine with bars on the terminal for what takes long."""
 
-    async def load(senses: Senses) -> Engine:
+    async def load(device: Device, senses: Senses) -> Engine:
         with RichProgress() as progress:
-            return await load_engine(settings, senses, progress)
+            return await load_engine(settings, device, senses, progress)
 
     return load
 

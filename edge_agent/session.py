@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from edge_agent.controller import RoundController, RoundState
 from edge_agent.decision import Decision, Mode
@@ -31,7 +31,7 @@ class Session:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.request = request
-        self._controller = controller
+        self.controller = controller
         self._drafter = drafter
         self._verifiers = verifiers
         self._context_length = context_length
@@ -45,7 +45,7 @@ class Session:
         """The prompt and every committed token."""
         return self._tokens
 
-    async def run(self) -> AsyncIterator[Round]:
+    async def run(self) -> AsyncGenerator[Round, None]:
         """The rounds, until the answer ends.
 
         Raises:
@@ -57,18 +57,18 @@ class Session:
             finished = False
             while not finished:
                 state = self._state()
-                decision = self._controller.decide(state)
+                decision = self.controller.decide(state)
                 previous, verifier = verifier, self._verifiers[decision.mode]
                 if previous not in (None, verifier):
                     await previous.release(self._tokens)
                 try:
                     round = await self._round(decision, verifier)
                 except CloudError:
-                    decision = self._controller.cloud_failed(state)
+                    decision = self.controller.cloud_failed(state)
                     await verifier.release(self._tokens)
                     verifier = self._verifiers[decision.mode]
                     round = await self._round(decision, verifier)
-                self._controller.observe(state, round)
+                self.controller.observe(state, round)
                 finished = round.finish_reason is not None
                 yield round
                 if decision.pace_s and not finished:
@@ -105,7 +105,7 @@ class Session:
         if gamma <= 0:
             return Draft()
         draft = await self._drafter.propose(self._tokens, gamma, self._sampler)
-        return _head(draft, self._controller.trim(state, draft))
+        return _head(draft, self.controller.trim(state, draft))
 
     def _commit(
         self, draft: Draft, verdict: Verdict, origin: Origin

@@ -20,12 +20,12 @@ class SlotPool(Generic[LM]):
         self._new_cache = new_cache
         self._max_slots = max_slots
         self._free: list[LM] = []  # Least recently used first.
-        self._num_taken = 0
+        self._taken: list[LM] = []
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens held by free slots for later requests."""
-        return sum(len(lm.tokens) for lm in self._free)
+        """Tokens in all slots, taken or free."""
+        return sum(len(lm.tokens) for lm in (*self._free, *self._taken))
 
     def acquire(self, tokens: Sequence[int]) -> LM:
         """The free slot with the longest common prefix, or a new one while there is room, else the least recently used.
@@ -37,7 +37,7 @@ class SlotPool(Generic[LM]):
         """
         shared = [common_prefix_length(lm.tokens, tokens) for lm in self._free]
         best = max(range(len(shared)), key=shared.__getitem__, default=None)
-        has_room = len(self._free) + self._num_taken < self._max_slots
+        has_room = len(self._free) + len(self._taken) < self._max_slots
         if best is not None and _worth_keeping(shared[best], len(self._free[best].tokens), has_room):
             lm = self._free.pop(best)
         elif has_room:
@@ -46,7 +46,7 @@ class SlotPool(Generic[LM]):
             lm = self._free.pop(0)
         else:
             raise LookupError(f"all {self._max_slots} cache slots are taken")
-        self._num_taken += 1
+        self._taken.append(lm)
         lm.truncate(common_prefix_length(lm.tokens, tokens))
         return lm
 
@@ -57,7 +57,7 @@ class SlotPool(Generic[LM]):
 
     def release(self, lm: LM) -> None:
         """Give a slot back; its tokens stay for reuse."""
-        self._num_taken -= 1
+        self._taken.remove(lm)
         self._free.append(lm)
 
 

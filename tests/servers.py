@@ -8,16 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 
-from edge_agent.agent import Agent
+from edge_agent.agent import Agent, EngineLoader
 from edge_agent.app import create_app
 from edge_agent.config import EdgeSettings
+from edge_agent.device import Device
 from edge_agent.engine import Engine
 from edge_agent.policy_controller import Senses
 from edge_agent.server import Server
@@ -48,13 +49,18 @@ class RunningServer:
         self.server.should_exit = True
 
 
-@contextmanager
-def run_server(settings: EdgeSettings, make_engine: Callable[[], Engine]) -> Iterator[RunningServer]:
-    """A real edge agent in a thread of its own; stopped, however the block ends."""
+def run_server(settings: EdgeSettings, make_engine: Callable[[], Engine]) -> AbstractContextManager[RunningServer]:
+    """A real edge agent whose engine senses nothing."""
 
-    async def load(senses: Senses) -> Engine:
+    async def load(device: Device, senses: Senses) -> Engine:
         return make_engine()
 
+    return run_agent(settings, load)
+
+
+@contextmanager
+def run_agent(settings: EdgeSettings, load: EngineLoader) -> Iterator[RunningServer]:
+    """A real edge agent in a thread of its own; stopped, however the block ends."""
     app = create_app(settings, load)
     listening = threading.Event()
     server = Server(app, settings.host, settings.port, lambda port: listening.set())

@@ -226,12 +226,9 @@ def test_leaving_early_closes_the_session() -> None:
 
 
 def test_energy_is_reported_with_its_source() -> None:
-    class Meter:
-        energy = EnergyUse(draft=0.25, verify=1.0, prefill=2.0)
-        energy_source = "cpu_time_model"
-
     answer, _, _ = run_answer([make_round(0, b"a", finish=FinishReason.STOP)])
     assert "energy_j" not in answer.tally.report()
-    answer.tally.energy = Meter()
+    answer.tally.energy = EnergyUse(draft=0.25, verify=1.0, prefill=2.0)
+    answer.tally.energy_source = "cpu_time_model"
     report = answer.tally.report()
     assert (report["energy_j"], report["energy_source"]) == (3.25, "cpu_time_model")

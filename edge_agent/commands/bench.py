@@ -74,6 +74,7 @@ async def _measured(
     from edge_agent.bench.contender import Contender, local_contenders
     from edge_agent.bench.measure import measure, num_runs
     from edge_agent.bench.peer import PeerContender
+    from edge_agent.device import Device
     from edge_agent.energy import choose_meter
     from edge_agent.loading import load_engine
     from edge_agent.policy_controller import Senses
@@ -82,7 +83,7 @@ async def _measured(
 
     console = Console(stderr=True)
     with RichProgress(console) as progress:
-        engine = await load_engine(settings, Senses(), progress)
+        engine = await load_engine(settings, Device(settings.sensors), Senses(), progress)
     try:
         async with AsyncExitStack() as stack:
             meter = choose_meter(choose_preset(settings.policy))

@@ -86,8 +86,13 @@ class DeviceSampler:
         self.sensors = sensors
         self._interval_s = interval_s
         self._clock = clock
-        self._tracker = DeviceTracker(stale_after_s)
-        self._state = self._tracker.state(clock())
+        self._stale_after_s = stale_after_s
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: what was read before is of another device."""
+        self._tracker = DeviceTracker(self._stale_after_s)
+        self._state = self._tracker.state(self._clock())
         self._state_at = -1.0
 
     @property
