@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from cloud_service.admission import Admission
 from cloud_service.metrics import CloudMetrics
@@ -24,7 +24,7 @@ class AnswerGenerator:
         self._admission = admission
         self._metrics = metrics
 
-    async def generate(self, request: ContinueRequest) -> AsyncIterator[TokenFrame | FinishFrame]:
+    async def generate(self, request: ContinueRequest) -> AsyncGenerator[TokenFrame | FinishFrame, None]:
         """The tokens until a stop id (which is sent), the limit, or the context's end; then how it ended.
 
         Raises:

@@ -92,8 +92,8 @@ class Load(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    queue_ms: Annotated[float, Field(ge=0)]
-    running: Annotated[int, Field(ge=0)]
+    queue_ms: Annotated[float, Field(ge=0)] = 0.0
+    running: Annotated[int, Field(ge=0)] = 0
     gamma_hint: Annotated[int, Field(ge=0, le=MAX_GAMMA)]
 
 
