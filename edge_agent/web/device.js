@@ -199,25 +199,26 @@ export class Device {
     }
   }
 
-  /** Recorded days exist where the agent plays a simulated device. */
+  /** There are phones to choose from where the agent plays a simulated one. */
   async loadProfiles() {
     if (!this.facts.sensors.startsWith("simulated")) return;
-    let names = [];
     try {
-      const answer = await getJson("/v1/device/profiles");
-      names = (answer.profiles ?? answer.data ?? answer).map((profile) => profile.name ?? profile.id ?? profile);
-    } catch {
-      return; // Not in demo mode: there are none to choose from.
+      this.showProfiles(await getJson("/v1/device/profiles"));
+    } catch (error) {
+      this.report(error);
     }
-    $("profiles").hidden = names.length === 0;
-    $("profile").replaceChildren(h("option", { value: "" }, t("profile_none")), ...names.map((name) => h("option", {}, name)));
   }
 
+  showProfiles({ profiles, current }) {
+    $("profiles").hidden = false;
+    $("profile").replaceChildren(...profiles.map((name) => h("option", { value: name, selected: name === current }, name.replaceAll("_", " "))));
+  }
+
+  /** Another phone, cool and charged; what the sliders said is forgotten. */
   async useProfile() {
-    const profile = $("profile").value;
-    if (!profile) return;
+    this.pending = 0;
     try {
-      await postJson("/v1/device/profile", { profile });
+      this.showProfiles(await postJson("/v1/device/profile", { profile: $("profile").value }));
     } catch (error) {
       $("drive-note").textContent = t("drive_refused", { message: error.message });
     }
