@@ -133,7 +133,7 @@ export class Race {
     const sameness = { equal: t("same_text"), near_tie: t("near_tie", values), parted: t("parted", values) }[outcome];
     const lines = [
       h("p", { class: "big", "data-speedup": ratio.toFixed(3) }, t(word, { ratio: number(ratio, 2) })),
-      word === "faster" ? null : h("p", { class: "aside" }, t(`aside_${word}`)),
+      aside(word, speculative),
       h("p", {}, count(direct) === count(speculative) ? times : `${times} ${t("per_token")}`),
       h("p", { class: `sameness ${outcome}`, "data-outcome": outcome }, sameness),
     ];
@@ -212,6 +212,14 @@ export class Race {
     $("clock").textContent = seconds(this.nowMs);
     for (const lane of Object.values(this.lanes)) lane.show(this.nowMs);
   }
+}
+
+/** Why it was not faster: drafts lost, or there were none to begin with. */
+function aside(word, lane) {
+  if (lane.rounds.every((round) => round.draft.length === 0)) {
+    return h("p", { class: "aside" }, t("aside_undrafted", { reason: t(`reason_${lane.rounds.at(-1).reason}`) }));
+  }
+  return word === "faster" ? null : h("p", { class: "aside" }, t(`aside_${word}`));
 }
 
 function count(lane) {
