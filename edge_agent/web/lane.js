@@ -86,7 +86,7 @@ export class Lane {
     this.clock.textContent = this.rounds.length ? seconds(end) : "";
     if (last && first && last !== first) {
       const speed = ((tokens - first.tokens.length) / (last.at_ms - first.at_ms)) * 1000;
-      this.speed.textContent = `${number(speed, 1)} ${t("tokens_per_second").toLowerCase()}`;
+      this.speed.textContent = t("speed", { n: number(speed, 1) });
     } else if (this.rounds.length) {
       this.speed.textContent = "";
     }
