@@ -29,6 +29,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+AGENT_FLAGS = ["--preset", "tiny", "--port", "0", "--sensors", "push", "--policy", "phone"]
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1280, "height": 900}
 TABS = ("race", "device", "explore")
@@ -63,8 +64,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def agent(smollm2_directory: Path) -> Iterator[str]:
     """An agent that believes what is pushed to it, with a phone's limits."""
-    flags = ["--preset", "tiny", "--port", "0", "--sensors", "push", "--policy", "phone"]
-    with serving("edge_agent", ["serve", *flags]) as url:
+    with serving("edge_agent", ["serve", *AGENT_FLAGS]) as url:
         yield url
 
 
@@ -170,6 +170,53 @@ def test_a_race_can_be_stopped_and_another_started(browser: Browser, agent: str)
         page.click("#start")
         expect(page.locator("#start")).to_have_text("Race")
         assert run_race(page)["outcome"] in ("equal", "near_tie")
+
+
+def quick_policy(url: str) -> None:
+    """The phone's limits, without the wait that keeps a real phone from flapping."""
+    changes = {"min_dwell_s": 0.2, "forecast_s": 0}
+    httpx.put(f"{url}/v1/policy", json=changes, timeout=30).raise_for_status()
+
+
+def start_long_answer(page: Page) -> None:
+    """An answer that has begun, with drafts; the phone is cool."""
+    page.click("#preset_cool")
+    page.select_option("#device-length", "1024")
+    page.fill("#device-prompt", "Write the numbers from one to five hundred.")
+    page.click("#device-start")
+    wait_for_mode(page, "local_speculative")
+
+
+def wait_for_mode(page: Page, mode: str) -> None:
+    """Until the answer's latest change is to this mode."""
+    expect(page.locator("#changes tbody tr").last).to_have_attribute("data-mode", mode, timeout=LIMIT_MS)
+
+
+def test_sliders_stop_speculation_within_one_answer_and_bring_it_back(browser: Browser, agent: str) -> None:
+    quick_policy(agent)
+    with opened(browser, agent, tab="device") as page:
+        start_long_answer(page)
+        page.click("#preset_warm")
+        wait_for_mode(page, "local_direct")
+        expect(page.locator("#reason")).to_contain_text("warm")
+        expect(page.locator("[data-tile=temperature] dd")).to_contain_text("41.5")
+        expect(page.locator("#ladder [aria-current]")).to_have_attribute("data-mode", "local_direct")
+        page.click("#preset_cool")
+        wait_for_mode(page, "local_speculative")
+        expect(page.locator("#device-start")).to_have_text("Stop")
+        page.click("#device-start")
+        expect(page.locator("#device-start")).to_have_text("Start")
+
+
+def test_private_answer_stays_when_the_phone_is_hot(browser: Browser, agent: str) -> None:
+    quick_policy(agent)
+    with opened(browser, agent, tab="device") as page:
+        page.check("#device-private")
+        start_long_answer(page)
+        page.click("#preset_hot")
+        wait_for_mode(page, "local_direct")
+        assert page.locator("#device-answer .token.cloud").count() == 0
+        page.click("#device-start")
 
 
 def test_explore_finds_the_best_gamma_and_says_when_none_wins(browser: Browser, agent: str) -> None:
