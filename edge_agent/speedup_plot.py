@@ -33,6 +33,7 @@ def plot_speedup(path: Path, rows: Mapping[str, Sequence[SpeedupRow]], title: st
     axes = figure.subplots()
     for (label, series), (color, marker) in zip(rows.items(), STYLES * len(rows), strict=False):
         gammas = [row.gamma for row in series]
+        best = max(series, key=lambda row: row.speedup_closed_form)
         axes.plot(gammas, [row.speedup_closed_form for row in series], color=color, linewidth=1.5)
         axes.errorbar(
             gammas,
@@ -42,11 +43,8 @@ def plot_speedup(path: Path, rows: Mapping[str, Sequence[SpeedupRow]], title: st
             marker=marker,
             linestyle="none",
             capsize=3,
-            label=f"{label} (alpha {series[-1].alpha:.2f})",
+            label=f"{label}, alpha {series[-1].alpha:.2f}: best {best.speedup_closed_form:.2f} at {best.gamma}",
         )
-        best = max(series, key=lambda row: row.speedup_closed_form)
-        axes.annotate(f"{best.speedup_closed_form:.2f}", (best.gamma, best.speedup_closed_form), (0, 8), color=color,
-                      textcoords="offset points", ha="center")  # fmt: skip
     axes.axhline(1.0, color="0.4", linewidth=1, linestyle=":")
     axes.set_xlabel("gamma: draft tokens a round")
     axes.set_ylabel("speed-up over direct decoding")
