@@ -21,13 +21,14 @@ from edge_agent.bench.contender import LocalContender, local_contenders
 from edge_agent.bench.html_report import html_report
 from edge_agent.bench.measure import Run, measure, num_runs
 from edge_agent.bench.peer import PeerContender
+from edge_agent.bench.resident_memory import added_bytes
 from edge_agent.bench.summary import spread, summarise
 from edge_agent.bench.svg_chart import bars, lines
 from edge_agent.commands.bench import bench as bench_command
 from edge_agent.energy import CpuTimeMeter
 from edge_agent.measured_input import read_curve, read_rates
 from edge_agent.scenarios import Scenario
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelFileError
 from tests.servers import run_server
 from tests.toy_engine import Script, script_engine, table_engine, toy_settings
 
@@ -310,6 +311,13 @@ def test_command_measures_a_real_model(smollm2_directory: Path, tmp_path: Path) 
     assert report["conditions"]["model"] == "smollm2-135m-instruct"
     assert len(report["conditions"]["verify_ms"]) > 1
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_models_memory_is_measured_in_a_process_of_its_own(smollm2_directory: Path, tmp_path: Path) -> None:
+    weights = sum(path.stat().st_size for path in smollm2_directory.iterdir())
+    assert 0.5 * weights < asyncio.run(added_bytes(smollm2_directory, 1)) < 4 * weights
+    with pytest.raises(ModelFileError, match="can't be loaded"):
+        asyncio.run(added_bytes(tmp_path, 1))
 
 
 def test_command_refuses_a_folder_that_is_not_there(tmp_path: Path) -> None:

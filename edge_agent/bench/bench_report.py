@@ -20,8 +20,8 @@ from shared.cpus import usable_cpus
 
 
 class Conditions(TypedDict):
-    """What was measured, and on what. verify_ms: c(1), c(2), … of the target; draft_weight_bytes: what the draft model
-    adds to memory (a look-up adds next to nothing)."""
+    """What was measured, and on what. verify_ms: c(1), c(2), … of the target. weight_bytes: of the files;
+    draft_memory_bytes: what the draft model adds to memory once it is loaded (a look-up adds next to nothing)."""
 
     format: int
     at: str
@@ -32,6 +32,7 @@ class Conditions(TypedDict):
     target_weight_bytes: int
     draft: str | None
     draft_weight_bytes: int
+    draft_memory_bytes: int
     gamma: int
     max_tokens: int
     repeats: int
@@ -50,7 +51,14 @@ class BenchReport(TypedDict):
 
 
 def conditions(
-    engine: Engine, energy_source: str, *, gamma: int, max_tokens: int, repeats: int, prompts: int
+    engine: Engine,
+    energy_source: str,
+    *,
+    gamma: int,
+    max_tokens: int,
+    repeats: int,
+    prompts: int,
+    draft_memory_bytes: int = 0,
 ) -> Conditions:
     """What is measured, and on what."""
     costs = engine.policy.costs if isinstance(engine.policy, PolicyEngine) else None
@@ -64,6 +72,7 @@ def conditions(
         "target_weight_bytes": engine.target.weight_bytes,
         "draft": engine.draft.name if engine.draft else None,
         "draft_weight_bytes": engine.draft.weight_bytes if engine.draft else 0,
+        "draft_memory_bytes": draft_memory_bytes,
         "gamma": gamma,
         "max_tokens": max_tokens,
         "repeats": repeats,
@@ -115,7 +124,7 @@ def rows(report: BenchReport) -> list[Row]:
 def table(report: BenchReport) -> Table:
     """Medians and quartiles, a contender a column."""
     found = report["conditions"]
-    draft = f"; draft {found['draft']}, {found['draft_weight_bytes'] / 1e6:,.0f} MB more" if found["draft"] else ""
+    draft = f"; draft {found['draft']}, {found['draft_memory_bytes'] / 1e6:,.0f} MB more" if found["draft"] else ""
     shown = Table(
         title=f"{found['model']}, {found['target_weight_bytes'] / 1e6:,.0f} MB{draft}. "
         f"{found['prompts']} prompts, {found['repeats']} times, up to {found['max_tokens']} tokens; medians",

@@ -64,8 +64,9 @@ def _table(report: BenchReport) -> str:
         for row in rows(report)
     )
     found = report["conditions"]
-    memory = f"Weights in memory: target {found['target_weight_bytes'] / 1e6:,.0f} MB"
-    memory += f", draft {found['draft_weight_bytes'] / 1e6:,.0f} MB more." if found["draft"] else "; look-ups add none."
+    memory = f"Target: {found['target_weight_bytes'] / 1e6:,.0f} MB of weights; "
+    added = f"the draft model adds {found['draft_memory_bytes'] / 1e6:,.0f} MB to resident memory."
+    memory += added if found["draft"] else "look-ups add next to none."
     return _card(
         "Figures",
         f"<table><thead><tr><td></td>{names}</tr></thead><tbody>{body}</tbody></table>"

@@ -101,8 +101,26 @@ async def _measured(
                     on_run=lambda run: bar.advance(task),
                 )
         found = conditions(
-            engine, meter.source, gamma=gamma, max_tokens=tokens, repeats=repeats, prompts=len(scenarios)
+            engine,
+            meter.source,
+            gamma=gamma,
+            max_tokens=tokens,
+            repeats=repeats,
+            prompts=len(scenarios),
+            draft_memory_bytes=await _draft_memory(settings),
         )
         return bench_report(found, [contender.name for contender in contenders], runs)
     finally:
         await engine.close()
+
+
+async def _draft_memory(settings: EdgeSettings) -> int:
+    """What the draft model adds to memory; 0 without one."""
+    from edge_agent.bench.resident_memory import added_bytes
+    from shared.models.cache import ModelCache
+    from shared.models.pull import pull
+
+    if not settings.has_draft:
+        return 0
+    directory = await asyncio.to_thread(pull, settings.draft, ModelCache(settings.cache_dir), role="draft")
+    return await added_bytes(directory, settings.threads)
