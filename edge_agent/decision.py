@@ -27,6 +27,7 @@ class Reason(StrEnum):
     NOMINAL = "nominal"
     REQUESTED = "requested"
     PRIVACY = "privacy"
+    STRUCTURED = "structured"
     PROBE = "probe"
     DEVICE_WARM = "device_warm"
     DEVICE_HOT = "device_hot"

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from edge_agent.openai_schema import ChatRequest, Text
+from edge_agent.openai_schema import ChatRequest
+from edge_agent.request_fields import Text
 
 NUM_TOP_LOGPROBS = 5
 

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from edge_agent.openai_schema import UNSUPPORTED
+from edge_agent.request_fields import UNSUPPORTED
 from shared import http
 from shared.errors import BadRequestError, RequestError, UnsupportedFieldError
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -26,9 +28,11 @@ from edge_agent.openai_response import (
 from edge_agent.openai_schema import ChatRequest, CompletionRequest
 from edge_agent.piece import LoggedToken
 from edge_agent.round import FinishReason
+from edge_agent.tool_calls import AnswerReader, CallReader, PlainReader
 from shared.errors import NotFoundError
 from shared.http import ClientLeftError, run_until_disconnect
 from shared.sse import frame
+from shared.tokenizer import Tokenizer
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's word for a client that left; nobody reads it but the access log."""
@@ -46,7 +50,8 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    return await _complete(body, request, "chatcmpl", ChatShape)
+    reader: AnswerReader = CallReader() if body.offered_tools else PlainReader()
+    return await _complete(body, request, "chatcmpl", partial(ChatShape, reader=reader))
 
 
 @router.post("/v1/completions", response_model=TextCompletion, responses=STREAMED)
@@ -78,7 +83,10 @@ def agent_of(request: Request) -> Agent:
 
 
 async def _complete(
-    body: ChatRequest | CompletionRequest, request: Request, prefix: str, shape_of: type[ChatShape] | type[TextShape]
+    body: ChatRequest | CompletionRequest,
+    request: Request,
+    prefix: str,
+    shape_of: Callable[[Head, Tokenizer, bool], ResponseShape],
 ) -> Response:
     agent = agent_of(request)
     arrived = agent.clock()
@@ -127,8 +135,9 @@ async def _frames(completion: Completion, chunks: StreamChunks) -> Frames:
         yield frame(chunks.opening())
         async for piece in pieces:
             finish_reason = piece.finish_reason or finish_reason
-            if piece.text or piece.logprobs:
-                yield frame(chunks.delta(piece.text, piece.logprobs))
+            chunk = chunks.delta(piece.text, piece.logprobs, last=piece.finish_reason is not None)
+            if chunk is not None:
+                yield frame(chunk)
     # The place is free again: a client that is slow to take the end keeps nobody waiting.
     for chunk in chunks.closing(finish_reason, completion.tally):
         yield frame(chunk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, Protocol
@@ -11,7 +12,11 @@ from typing_extensions import TypedDict
 from edge_agent.piece import LoggedToken
 from edge_agent.report import Report, Tally, Usage
 from edge_agent.round import FinishReason
+from edge_agent.tool_calls import AnswerPart, AnswerReader, ArgumentsAdded, CallBegun, PlainReader, Said
 from shared.tokenizer import Tokenizer
+
+TOOL_CALLS = "tool_calls"
+"""OpenAI's finish reason of an answer that calls tools."""
 
 LOWEST_LOGPROB = -9999.0
 """JSON has no infinity; vLLM reports this in its place."""
@@ -47,12 +52,29 @@ class TextLogprobs(TypedDict):
     text_offset: list[int]
 
 
+class FunctionCall(TypedDict):
+    """What is called. arguments: JSON as the model wrote it."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a tool; a chunk of a stream names its call by `index` and says the rest once."""
+
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCall
+
+
 class AssistantMessage(TypedDict):
-    """The answer."""
+    """The answer. content: null where it is calls alone."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -104,6 +126,7 @@ class Delta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 @dataclass(frozen=True)
@@ -137,8 +160,8 @@ class ResponseShape(Protocol):
     def opening(self) -> Any:
         """The choice of a stream's first chunk, sent before there is any text."""
 
-    def delta(self, text: str, logged: Sequence[LoggedToken]) -> Any:
-        """The choice of a chunk with text."""
+    def delta(self, text: str, logged: Sequence[LoggedToken], *, last: bool) -> Any:
+        """The choice of a chunk with text, None while there is nothing to tell. last: none comes after it."""
 
     def finish(self, finish_reason: FinishReason) -> Any:
         """The choice of the chunk that ends the answer."""
@@ -149,20 +172,30 @@ class ChatShape:
 
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, with_logprobs: bool) -> None:
+    def __init__(
+        self, head: Head, tokenizer: Tokenizer, with_logprobs: bool, reader: AnswerReader | None = None
+    ) -> None:
+        """reader: tells calls of tools from text."""
         self._head = head
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
+        self._reader = reader or PlainReader()
 
     def whole(
         self, text: str, logged: Sequence[LoggedToken], finish_reason: FinishReason, tally: Tally
     ) -> ChatCompletion:
         """The body of a whole answer."""
+        parts = [*self._reader.feed(text), *self._reader.finish()]
+        calls = _calls(parts)
+        message: AssistantMessage = {"role": "assistant", "content": _said(parts), "refusal": None}
+        if calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = calls
         choice: ChatChoice = {
             "index": 0,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(logged),
-            "finish_reason": finish_reason.value,
+            "finish_reason": self._finish_reason(finish_reason),
         }
         return {
             **self._head.body("chat.completion"),
@@ -175,13 +208,23 @@ class ChatShape:
         """The role, once."""
         return self._choice({"role": "assistant", "content": ""})
 
-    def delta(self, text: str, logged: Sequence[LoggedToken]) -> dict[str, Any]:
-        """More text."""
-        return self._choice({"content": text}, self._logprobs(logged))
+    def delta(self, text: str, logged: Sequence[LoggedToken], *, last: bool) -> dict[str, Any] | None:
+        """More text, and more of calls."""
+        parts = self._reader.feed(text) + (self._reader.finish() if last else [])
+        delta: Delta = {}
+        if said := _said(parts):
+            delta["content"] = said
+        if calls := [_call_delta(part) for part in parts if not isinstance(part, Said)]:
+            delta["tool_calls"] = calls
+        return self._choice(delta, self._logprobs(logged)) if delta or logged else None
 
     def finish(self, finish_reason: FinishReason) -> dict[str, Any]:
         """The end."""
-        return self._choice({}, finish_reason=finish_reason.value)
+        return self._choice({}, finish_reason=self._finish_reason(finish_reason))
+
+    def _finish_reason(self, finish_reason: FinishReason) -> str:
+        called = self._reader.num_calls and finish_reason is FinishReason.STOP
+        return TOOL_CALLS if called else finish_reason.value
 
     def _choice(
         self, delta: Delta, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
@@ -202,6 +245,32 @@ class ChatShape:
         return {"token": data.decode(errors="replace"), "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(data)}
 
 
+def _said(parts: Sequence[AnswerPart]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Said))
+
+
+def _calls(parts: Sequence[AnswerPart]) -> list[ToolCall]:
+    """Each call whole."""
+    calls: list[ToolCall] = []
+    for part in parts:
+        if isinstance(part, CallBegun):
+            calls.append({"id": _new_call_id(), "type": "function", "function": {"name": part.name, "arguments": ""}})
+        elif isinstance(part, ArgumentsAdded):
+            calls[part.index]["function"]["arguments"] += part.text
+    return calls
+
+
+def _call_delta(part: CallBegun | ArgumentsAdded) -> ToolCall:
+    if isinstance(part, ArgumentsAdded):
+        return {"index": part.index, "function": {"arguments": part.text}}
+    function: FunctionCall = {"name": part.name, "arguments": ""}
+    return {"index": part.index, "id": _new_call_id(), "type": "function", "function": function}
+
+
+def _new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
 class TextShape:
     """`/v1/completions`."""
 
@@ -217,7 +286,7 @@ class TextShape:
         self, text: str, logged: Sequence[LoggedToken], finish_reason: FinishReason, tally: Tally
     ) -> TextCompletion:
         """The body of a whole answer."""
-        choice: TextChoice = {**self.delta(text, logged), "finish_reason": finish_reason.value}
+        choice: TextChoice = {**self._choice(text, self._logprobs(logged)), "finish_reason": finish_reason.value}
         return {
             **self._head.body("text_completion"),
             "choices": [choice],
@@ -229,9 +298,9 @@ class TextShape:
         """No text yet."""
         return self._choice("", None)
 
-    def delta(self, text: str, logged: Sequence[LoggedToken]) -> TextChoice:
+    def delta(self, text: str, logged: Sequence[LoggedToken], *, last: bool) -> TextChoice | None:
         """More text."""
-        return self._choice(text, self._logprobs(logged) if self._with_logprobs else None)
+        return self._choice(text, self._logprobs(logged)) if text or logged else None
 
     def finish(self, finish_reason: FinishReason) -> TextChoice:
         """The end."""
@@ -240,7 +309,9 @@ class TextShape:
     def _choice(self, text: str, logprobs: TextLogprobs | None) -> TextChoice:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}
 
-    def _logprobs(self, logged: Sequence[LoggedToken]) -> TextLogprobs:
+    def _logprobs(self, logged: Sequence[LoggedToken]) -> TextLogprobs | None:
+        if not self._with_logprobs:
+            return None
         tokens = [self._text(entry.token) for entry in logged]
         offsets: list[int] = []
         for token in tokens:
@@ -272,9 +343,10 @@ class StreamChunks:
         """The first chunk."""
         return self._chunk([self._shape.opening()])
 
-    def delta(self, text: str, logged: Sequence[LoggedToken]) -> dict[str, Any]:
-        """A chunk with text."""
-        return self._chunk([self._shape.delta(text, logged)])
+    def delta(self, text: str, logged: Sequence[LoggedToken], *, last: bool) -> dict[str, Any] | None:
+        """A chunk with text, None while there is nothing to tell. last: none comes after it."""
+        choice = self._shape.delta(text, logged, last=last)
+        return None if choice is None else self._chunk([choice])
 
     def closing(self, finish_reason: FinishReason, tally: Tally) -> list[dict[str, Any]]:
         """The finish chunk and, when asked for, the usage chunk; the last of them holds the report."""

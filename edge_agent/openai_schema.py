@@ -7,62 +7,20 @@ for is silently ignored.
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BeforeValidator, Field, model_validator
 
+from edge_agent.request_fields import Body, OnlyDefault, Text, unsupported
+from edge_agent.tool_schema import MAX_TOOLS, NamedChoice, ResponseFormat, Tool, ToolCall
 from shared.errors import BadRequestError
-
-UNSUPPORTED: Final = "unsupported_value"
-"""Type of the validation error for what we don't implement."""
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_GAMMA = 16
 
 
-class OnlyDefault:
-    """Annotation of a field that isn't implemented: null and the defaults pass, and all of them read as null."""
-
-    def __init__(self, *defaults: object) -> None:
-        self._defaults = defaults
-
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Check by `_check`."""
-        return core_schema.no_info_plain_validator_function(self._check)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """An enumeration of what passes."""
-        return {"enum": [*self._defaults, None], "description": "Not supported: only its default passes."}
-
-    def _check(self, value: object) -> None:
-        if value is not None and not any(value == known and type(value) is type(known) for known in self._defaults):
-            allowed = ", ".join(json.dumps(known) for known in (*self._defaults, None))
-            raise unsupported(f"not supported; leave it out or send {allowed}")
-
-
-def unsupported(message: str) -> PydanticCustomError:
-    """A complaint about something that exists in OpenAI's API and not here."""
-    return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
-class SouschefOptions(_Body):
+class SouschefOptions(Body):
     """Our own wishes, in an object of their own so that ordinary client libraries pass them as `extra_body`."""
 
     execution: Literal["auto", "prefer_device", "prefer_cloud", "only_device", "only_cloud"] = "auto"
@@ -77,20 +35,11 @@ class SouschefOptions(_Body):
         return self
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """What a stream carries besides the text."""
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[None, OnlyDefault(False)] = None
-
-
-def _valid_unicode(value: str) -> str:
-    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError("must be valid Unicode: half of a surrogate pair stands alone")
-    return value
-
-
-Text = Annotated[str, AfterValidator(_valid_unicode)]
 
 
 def _as_stops(value: object) -> object:
@@ -122,7 +71,7 @@ def _default(value: object) -> BeforeValidator:
     return BeforeValidator(lambda given: value if given is None else given)
 
 
-class SamplingFields(_Body):
+class SamplingFields(Body):
     """What both routes take. Numbers out of range are refused, not clamped; null means the default."""
 
     model: str | None = Field(default=None, max_length=256)
@@ -159,7 +108,7 @@ class SamplingFields(_Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A piece of a message's content; text is all that these models read."""
 
     type: Literal["text"]
@@ -179,35 +128,56 @@ def _as_parts(value: object) -> object:
 
 
 def _as_role(value: object) -> object:
-    if value in ("tool", "function"):
-        raise unsupported("messages of tools are not supported")
+    if value == "function":
+        raise unsupported("not supported; send the role 'tool'")
     return value
 
 
 Content = Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])]
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One turn. `developer` is OpenAI's newer word for `system`."""
 
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_as_role)]
-    content: Content
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_as_role)]
+    content: Content | None = Field(default=None, description="may be missing beside tool_calls alone")
     name: Text | None = Field(default=None, description="handed to the chat template")
     refusal: Annotated[None, OnlyDefault()] = None
     audio: Annotated[None, OnlyDefault()] = None
     annotations: Annotated[None, OnlyDefault([])] = None
     function_call: Annotated[None, OnlyDefault()] = None
-    tool_calls: Annotated[None, OnlyDefault([])] = None
-    tool_call_id: Annotated[None, OnlyDefault()] = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_call_id: Text | None = Field(default=None, description="whose result a tool's message is")
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to messages of the role 'assistant'")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("a tool_call_id belongs to each message of the role 'tool', and to no other")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is required: a string or a list of text parts")
+        return self
+
+    @property
+    def is_about_tools(self) -> bool:
+        """Whether a model has to know tools to make sense of it."""
+        return self.role == "tool" or bool(self.tool_calls)
 
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template reads it."""
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": "\n".join(part.text for part in self.content)}
-        return message | ({"name": self.name} if self.name is not None else {})
+        message: dict[str, Any] = {"role": role, "content": "\n".join(part.text for part in self.content or ())}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
-class Prediction(_Body):
+class Prediction(Body):
     """OpenAI's predicted output: text that the answer is likely to repeat."""
 
     type: Literal["content"]
@@ -227,6 +197,12 @@ class ChatRequest(SamplingFields):
     logprobs: Annotated[bool, _default(False)] = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     prediction: Prediction | None = None
+    response_format: ResponseFormat | None = Field(default=None, description="what the text of the answer is held to")
+    tools: Annotated[list[Tool], _default([])] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = Field(
+        default=None, description="'auto' where there are tools; 'required' and a function's name are held to"
+    )
+    parallel_tool_calls: Annotated[bool, _default(True)] = True
 
     # Hints that change nothing of an answer.
     prompt_cache_key: str | None = None
@@ -238,15 +214,11 @@ class ChatRequest(SamplingFields):
     metadata: Annotated[None, OnlyDefault({})] = None
     modalities: Annotated[None, OnlyDefault(["text"])] = None
     moderation: Annotated[None, OnlyDefault()] = None
-    parallel_tool_calls: Annotated[None, OnlyDefault(True)] = None
     prompt_cache_options: Annotated[None, OnlyDefault()] = None
     prompt_cache_retention: Annotated[None, OnlyDefault()] = None
     reasoning_effort: Annotated[None, OnlyDefault("none")] = None
-    response_format: Annotated[None, OnlyDefault({"type": "text"})] = None
     service_tier: Annotated[None, OnlyDefault("auto", "default")] = None
     store: Annotated[None, OnlyDefault(False)] = None
-    tool_choice: Annotated[None, OnlyDefault("none", "auto")] = None
-    tools: Annotated[None, OnlyDefault([])] = None
     verbosity: Annotated[None, OnlyDefault("medium")] = None
     web_search_options: Annotated[None, OnlyDefault()] = None
 
@@ -258,6 +230,22 @@ class ChatRequest(SamplingFields):
         if len(limits) > 1:
             raise BadRequestError("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
         return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise BadRequestError("tools: each name must be there once", param="tools")
+        if self.tool_choice == "required" and not names:
+            raise BadRequestError("tool_choice 'required' needs tools", param="tool_choice")
+        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
+            raise BadRequestError("tool_choice: must name one of the tools", param="tool_choice")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        return [] if self.tool_choice == "none" else self.tools
 
     @property
     def limit(self) -> int | None:

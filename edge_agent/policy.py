@@ -2,7 +2,8 @@
 
 Where two things pull in different directions, the earlier in this list wins:
 
-1. `privacy: on_device` and `execution: only_device`: no token leaves, whatever the device's state.
+1. `privacy: on_device`, `execution: only_device` and answers held to a grammar: no token leaves, whatever the device's
+   state.
 2. `execution: only_cloud`: never the device's own target.
 3. The device's health: heat, battery, power saver, each on the same ladder of four rungs (smaller gamma; no
    speculation; cloud, or a rate cap; critical). The highest rung counts; heat before battery before power saver.
@@ -61,17 +62,18 @@ STATUS_RUNGS = {
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the request asks for. Limits in tokens."""
+    """What the request asks for. Limits in tokens. structured: the answer is held to a grammar, known here alone."""
 
     execution: Execution = Execution.AUTO
     speculation: Speculation = Speculation.AUTO
     privacy: Privacy = Privacy.STANDARD
     max_gamma: int = 16
+    structured: bool = False
 
     @property
     def device_only(self) -> bool:
         """Whether no token of it may leave."""
-        return self.privacy is Privacy.ON_DEVICE or self.execution is Execution.ONLY_DEVICE
+        return self.privacy is Privacy.ON_DEVICE or self.execution is Execution.ONLY_DEVICE or self.structured
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,9 @@ def _local_reason(inputs: PolicyInputs, thresholds: Thresholds, pressure: Pressu
     if wishes.device_only:
         if not cloud_ready(inputs, thresholds):
             return pressure.reason
-        return Reason.PRIVACY if wishes.privacy is Privacy.ON_DEVICE else Reason.REQUESTED
+        if wishes.privacy is Privacy.ON_DEVICE:
+            return Reason.PRIVACY
+        return Reason.REQUESTED if wishes.execution is Execution.ONLY_DEVICE else Reason.STRUCTURED
     if inputs.link_failed or not inputs.link.healthy:
         return Reason.CLOUD_UNAVAILABLE
     return pressure.reason if cloud_ready(inputs, thresholds) else Reason.CLOUD_SATURATED

@@ -149,7 +149,9 @@ class PolicyController:
 
     def __init__(self, engine: PolicyEngine, request: GenerationRequest) -> None:
         self._engine = engine
-        self._wishes = Wishes(request.execution, request.speculation, request.privacy, request.max_gamma)
+        self._wishes = Wishes(
+            request.execution, request.speculation, request.privacy, request.max_gamma, request.structured
+        )
         self._request_id = request.request_id
         self._advisor = DraftAdvisor(engine.drafter_costs(), engine.prior, engine.ledger, engine.thresholds.probe_every)
         self._curve = engine.relative_curve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from shared.constraint import UNCONSTRAINED, TokenConstraint
 from shared.sampling import SamplingParams
 
 
@@ -35,7 +36,10 @@ class Privacy(StrEnum):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A validated request. `stop_ids` end the answer and are not part of its text."""
+    """A validated request. `stop_ids` end the answer and are not part of its text.
+
+    constraint: what the answer is held to, at its start.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -47,8 +51,15 @@ class GenerationRequest:
     speculation: Speculation = Speculation.AUTO
     max_gamma: int = 16
     privacy: Privacy = Privacy.STANDARD
+    constraint: TokenConstraint = UNCONSTRAINED
     request_id: str = ""
     tenant: str = ""
+
+    @property
+    def structured(self) -> bool:
+        """Whether the answer is held to a grammar. Such a request stays on the device: no message to the cloud carries
+        grammars, and tokens that the cloud chose without one could break it."""
+        return self.constraint is not UNCONSTRAINED
 
     def __post_init__(self) -> None:
         if not self.prompt:

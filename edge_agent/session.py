@@ -37,7 +37,9 @@ class Session:
         self._context_length = context_length
         self._clock = clock
         self._tokens = list(request.prompt)
-        self._sampler = Sampler(request.sampling, stop_ids=request.stop_ids, prompt=request.prompt)
+        self._sampler = Sampler(
+            request.sampling, stop_ids=request.stop_ids, prompt=request.prompt, constraint=request.constraint
+        )
         self._num_rounds = 0
 
     @property

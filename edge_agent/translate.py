@@ -5,10 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+from edge_agent.answer_grammar import CALL_OPEN, answer_grammar
 from edge_agent.engine import Engine
 from edge_agent.openai_schema import ChatRequest, CompletionRequest, SamplingFields
 from edge_agent.request import Execution, GenerationRequest, Privacy, Speculation
-from shared.errors import BadRequestError, ContextLengthError, NotFoundError
+from shared.constraint import UNCONSTRAINED, TokenConstraint
+from shared.errors import BadRequestError, ContextLengthError, NotFoundError, UnsupportedFieldError
+from shared.grammar import GrammarCompiler
 from shared.sampling import AcceptanceRule, SamplingParams
 
 SEED_SPACE = 2**64
@@ -21,6 +24,7 @@ class Translator:
         self._engine = engine
         self._rule = rule
         self._max_gamma = max_gamma
+        self._grammars = GrammarCompiler(engine.tokenizer)
 
     def generation(
         self, body: ChatRequest | CompletionRequest, *, request_id: str = "", tenant: str = ""
@@ -30,6 +34,7 @@ class Translator:
         Raises:
             NotFoundError: another model was asked for.
             BadRequestError: the prompt or a value doesn't suit the model.
+            UnsupportedFieldError: the answer can't be held to what it is asked to be.
             ContextLengthError: the prompt leaves no room for an answer.
         """
         if body.model is not None and body.model != self._engine.model_name:
@@ -57,13 +62,39 @@ class Translator:
             speculation=Speculation(options.speculation),
             max_gamma=min(options.max_gamma, self._max_gamma),
             privacy=Privacy(options.privacy),
+            constraint=self._constraint(body),
             request_id=request_id,
             tenant=tenant,
         )
 
     def _chat_prompt(self, body: ChatRequest) -> Sequence[int]:
+        tools = [tool.for_template() for tool in body.offered_tools]
+        if (tools or any(message.is_about_tools for message in body.messages)) and not self._knows_tools:
+            raise UnsupportedFieldError(
+                f"tools: the chat template of {self._engine.model_name} doesn't know them; "
+                "leave them out, or serve a model that was trained on <tool_call>",
+                param="tools" if tools else "messages",
+            )
         messages = [message.for_template() for message in body.messages]
-        return self._engine.chat_template.encode(self._engine.tokenizer, messages)
+        return self._engine.chat_template.encode(self._engine.tokenizer, messages, tools)
+
+    @property
+    def _knows_tools(self) -> bool:
+        """Whether the model calls in the form that we read, in text that reaches us."""
+        written = self._engine.chat_template.mentions(CALL_OPEN)
+        return written and CALL_OPEN not in self._engine.tokenizer.special_tokens
+
+    def _constraint(self, body: ChatRequest | CompletionRequest) -> TokenConstraint:
+        """What the answer is held to. The cloud can't be told of it: see `GenerationRequest.structured`."""
+        grammar = answer_grammar(body) if isinstance(body, ChatRequest) else None
+        if grammar is None:
+            return UNCONSTRAINED
+        if body.souschef.execution == "only_cloud":
+            raise UnsupportedFieldError(
+                "souschef.execution: answers held to a schema or to tools are made on the device, never 'only_cloud'",
+                param="souschef.execution",
+            )
+        return self._grammars.compile(*grammar)
 
     def _text_prompt(self, body: CompletionRequest) -> Sequence[int]:
         """The prompt's ids. Text never becomes a control token; who sends ids knows what they do."""

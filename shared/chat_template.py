@@ -41,7 +41,12 @@ class ChatTemplate:
         Raises `UnsupportedModelError` for a source that is no template.
         """
         self._variables = {"bos_token": bos or "", "eos_token": eos or ""}
+        self._source = source or ""
         self._template = None if source is None else _compile(source)
+
+    def mentions(self, text: str) -> bool:
+        """Whether the template's own text holds this, as it does with what the model was trained to write."""
+        return text in self._source
 
     def render(
         self,
@@ -64,9 +69,13 @@ class ChatTemplate:
         Where they spell none, the ids are those of the rendered text as a whole, merges over the seams included. No BOS
         is added: a template that wants one writes it.
         """
-        plain = _plain_messages(messages)
-        guard = _Guard(tokenizer.special_tokens, [plain, tools])
-        prompt = self._render(guard.protect(plain), guard.protect(tools), add_generation_prompt)
+        try:
+            plain = _plain_messages(messages)
+            guard = _Guard(tokenizer.special_tokens, [plain, tools])
+            guarded, guarded_tools = guard.protect(plain), guard.protect(tools)
+        except RecursionError as error:
+            raise BadRequestError("messages and tools must not be nested so deep", param="messages") from error
+        prompt = self._render(guarded, guarded_tools, add_generation_prompt)
         ids: list[int] = []
         for piece in tokenizer.split_special(prompt):
             if isinstance(piece, int):
@@ -83,9 +92,11 @@ class ChatTemplate:
                 "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
             )
         try:
-            return self._template.render(
+            prompt = self._template.render(
                 messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **self._variables
             )
+            prompt.encode()  # Arguments of tool calls may spell half of a surrogate pair, which no tokenizer takes.
+            return prompt
         except jinja2.TemplateError as error:
             raise BadRequestError(f"the model's chat template refuses this: {error}", param="messages") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:

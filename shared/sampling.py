@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from shared.causal_lm import Logits
+from shared.constraint import UNCONSTRAINED, TokenConstraint
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: the division would overflow float32 and change nothing."""
@@ -131,7 +132,7 @@ def draw(distribution: Distribution, seed: int, position: int, noise: Noise = No
 
 
 class Sampler:
-    """The distribution of one request's next token; it keeps the counts that penalties need."""
+    """The distribution of one request's next token, with the penalties' counts and the grammar's state it hangs on."""
 
     def __init__(
         self,
@@ -140,8 +141,11 @@ class Sampler:
         stop_ids: Iterable[int] = (),
         prompt: Iterable[int] = (),
         generated: Iterable[int] = (),
+        constraint: TokenConstraint = UNCONSTRAINED,
     ) -> None:
+        """constraint: where it stands after `generated`; the sampler works on a copy."""
         self.params = params
+        self._constraint = constraint.fork()
         self._stop_ids = np.array(sorted(stop_ids), np.int64)
         # Penalties over the answer follow OpenAI; the repetition penalty covers the prompt too, as in transformers.
         self._prompt_ids = frozenset(prompt) if params.repetition_penalty != 1.0 else frozenset()
@@ -155,18 +159,25 @@ class Sampler:
         other = object.__new__(Sampler)
         other.__dict__.update(self.__dict__)
         other._counts = Counter(self._counts)
+        other._constraint = self._constraint.fork()
         return other
 
     def append(self, token: int) -> None:
         """Count one more token of the answer."""
         self._counts[token] += 1
         self._num_generated += 1
+        self._constraint.append(token)
 
     def distribution(self, logits: Logits) -> Distribution:
-        """The distribution of the next token. logits: [vocab_size], unchanged."""
-        if self._leaves_argmax_alone():
+        """The distribution of the next token. logits: [vocab_size], unchanged.
+
+        Raises:
+            UnsupportedFieldError: the constraint can't be followed any further.
+        """
+        allowed = self._constraint.mask()
+        if allowed is None and self._leaves_argmax_alone():
             return Distribution.one_hot(int(np.argmax(logits)))
-        adjusted = self._adjust(logits)
+        adjusted = self._ban(self._adjust(logits), allowed)
         if self.params.greedy:
             return Distribution.one_hot(int(np.argmax(adjusted)))
         return filtered_softmax(adjusted, self.params)
@@ -186,7 +197,7 @@ class Sampler:
         )
 
     def _adjust(self, logits: Logits) -> NDArray[np.float64]:
-        """Penalties on the raw logits, then the biases, then the ban on an early end. Returns a float64 copy."""
+        """Penalties on the raw logits, then the biases. Returns a float64 copy."""
         params = self.params
         adjusted = logits.astype(np.float64)
         seen = np.array(sorted(self._prompt_ids | self._counts.keys()), np.int64)
@@ -201,9 +212,28 @@ class Sampler:
             adjusted[ids] -= params.presence_penalty + params.frequency_penalty * counts
         if len(self._bias_ids):
             adjusted[self._bias_ids] += self._biases
-        if self._num_generated < params.min_tokens and len(self._stop_ids):
-            adjusted[self._stop_ids] = -np.inf
         return adjusted
+
+    def _ban(self, adjusted: NDArray[np.float64], allowed: NDArray[np.bool_] | None) -> NDArray[np.float64]:
+        """Without what the constraint forbids and without an early end. May change `adjusted`.
+
+        Where the constraint leaves nothing but the end, the answer ends, however few tokens it has.
+        """
+        if allowed is not None:
+            adjusted = _masked(adjusted, allowed)
+        if self._num_generated >= self.params.min_tokens:
+            return adjusted
+        unended = adjusted.copy()
+        unended[self._stop_ids] = -np.inf
+        return adjusted if np.isneginf(unended.max()) else unended
+
+
+def _masked(logits: NDArray[np.float64], allowed: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """A copy without the ids that may not come. Ids past the tokenizer's vocabulary stand for nothing and go too."""
+    width = min(len(logits), len(allowed))
+    masked = np.full_like(logits, -np.inf)
+    np.copyto(masked[:width], logits[:width], where=allowed[:width])
+    return masked
 
 
 def filtered_softmax(logits: NDArray[np.float64], params: SamplingParams) -> Distribution:
