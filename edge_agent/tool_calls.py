@@ -85,6 +85,7 @@ class CallReader:
         self.num_calls = 0
         self._state = _State.TEXT
         self._held = ""
+        self._after_call = False
         self._scanner = _ObjectScanner()
 
     def feed(self, text: str) -> list[AnswerPart]:
@@ -118,6 +119,8 @@ class CallReader:
         return step[self._state](parts)
 
     def _read_text(self, parts: list[AnswerPart]) -> bool:
+        if self._after_call:
+            self._held = self._held.lstrip(_SPACE)
         said, opening, rest = self._held.partition(CALL_OPEN)
         if opening:
             said = said.rstrip(_SPACE)
@@ -128,6 +131,7 @@ class CallReader:
             self._held = self._held[len(said) :]
         if said:
             parts.append(Said(said))
+            self._after_call = False
         return bool(opening)
 
     def _read_head(self, parts: list[AnswerPart]) -> bool:
@@ -143,7 +147,7 @@ class CallReader:
             return False
         whole = _whole_call(body)
         parts.extend([Said(CALL_OPEN + body + CALL_CLOSE)] if whole is None else self._told_at_once(*whole))
-        self._held, self._state = rest, _State.TEXT
+        self._held, self._state, self._after_call = rest, _State.TEXT, whole is not None
         return True
 
     def _read_arguments(self, parts: list[AnswerPart]) -> bool:
@@ -161,7 +165,7 @@ class CallReader:
         rest = self._held.lstrip(_SPACE).removeprefix("}").lstrip(_SPACE)
         if CALL_CLOSE.startswith(rest) and rest != CALL_CLOSE:
             return False
-        self._held, self._state = rest.removeprefix(CALL_CLOSE).lstrip(_SPACE), _State.TEXT
+        self._held, self._state, self._after_call = rest.removeprefix(CALL_CLOSE), _State.TEXT, True
         return True
 
     def _told_at_once(self, name: str, arguments: str) -> list[AnswerPart]:
