@@ -122,12 +122,15 @@ def main() -> int:
     target = str(PRESETS[arguments.preset]["target"])
     gguf = str(fetch_gguf(target, ModelCache()))
     with ExitStack() as stack:
-        ours = stack.enter_context(edge_agent("ours", "--preset", arguments.preset.value))
+        # Two of ours, so that neither finds its prompt in a cache that the other has filled.
+        direct, auto = (
+            stack.enter_context(edge_agent(name, "--preset", arguments.preset.value)) for name in ("direct", "auto")
+        )
         llama = stack.enter_context(llama_server("llama.cpp", gguf))
         contenders = [
             Contender("llama.cpp", llama, {}),
-            Contender("ours, direct", ours, {"souschef": {"speculation": "off"}}),
-            Contender("ours, auto", ours, {"souschef": {"speculation": "auto"}}),
+            Contender("ours, direct", direct, {"souschef": {"speculation": "off"}}),
+            Contender("ours, auto", auto, {"souschef": {"speculation": "auto"}}),
         ]
         measured = measure(contenders, scenarios, arguments.tokens, arguments.repeats, console)
         report(measured, "llama.cpp", {c.name: c.server.usage() for c in contenders}, console)

@@ -29,7 +29,6 @@ class Timing:
 def chat(url: str, prompt: str, max_tokens: int, *, key: str | None = None, **fields: Any) -> Timing:
     """Stream a greedy answer to one user message. `fields` go into the request's body."""
     body = {
-        "model": "default",
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": max_tokens,
         "temperature": 0,
