@@ -23,7 +23,7 @@ def panel_queries(dashboard: dict[str, Any]) -> list[str]:
 
 def annotation_queries(dashboard: dict[str, Any]) -> list[str]:
     """The queries behind the marks on the time axis."""
-    return [mark["expr"] for mark in dashboard["annotations"]["list"] if mark.get("expr")]
+    return [mark["expr"] for mark in dashboard.get("annotations", {}).get("list", []) if mark.get("expr")]
 
 
 def filled(query: str) -> str:

@@ -1,0 +1,329 @@
+"""The compose stack for real: containers that start, answer, hand over, lose a service under a stream, and stop."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.models.cache import ModelCache
+from tests.containers import (
+    BASE_IMAGE,
+    PYTHON_IMAGE,
+    WHEELS_FOLDER,
+    Engine,
+    EngineUnavailableError,
+    Stack,
+    make_base_images,
+    run_engine,
+)
+from tests.servers import events
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+SERVICES = ("edge", "cloud", "redis", "prometheus")
+LONG = 400
+"""Tokens of an answer that lasts while a service is restarted."""
+NEVER_END = {"0": -100, "2": -100}
+"""SmolLM2's ends of text and of turn."""
+IDLE_S = 20.0
+IDLE_SHARE = 0.03
+COOL = {"temperature_c": 40.0, "battery_percent": 90, "charging": True, "headroom": 0.5, "network": "wifi"}
+HOT = {"temperature_c": 95.0, "battery_percent": 90, "charging": False, "headroom": 1.4, "network": "wifi"}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def settings(profile: str) -> dict[str, str]:
+    return {
+        "COMPOSE_PROFILES": profile,
+        "EDGE_API_KEYS": "caller",
+        "EDGE_ADMIN_KEY": "admin",
+        "CLOUD_API_KEY": "between",
+        "METRICS_KEY": "metrics",
+        "REDIS_PASSWORD": "stored",
+        "STORE_KEY": "0123456789abcdef",
+        "GRAFANA_ADMIN_PASSWORD": "unused",
+        "EDGE_PORT": str(free_port()),
+        "EDGE_PRESET": "tiny",
+        "CLOUD_PRESET": "tiny",
+        "EDGE_SENSORS": "push",
+        "EDGE_MEMORY": "2g",
+        "CLOUD_MEMORY": "2g",
+        "PYTHON_IMAGE": PYTHON_IMAGE,
+        "REDIS_IMAGE": BASE_IMAGE,
+        "PROMETHEUS_IMAGE": BASE_IMAGE,
+        "NGINX_IMAGE": BASE_IMAGE,
+        "BUILD_PIP_NO_INDEX": "1",
+        "BUILD_PIP_FIND_LINKS": WHEELS_FOLDER,
+    }
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    try:
+        with run_engine() as running:
+            make_base_images(running)
+            yield running
+    except EngineUnavailableError as error:
+        pytest.skip(f"no container engine: {error}")
+
+
+def bring_up(stack: Stack, services: tuple[str, ...], models: Path) -> None:
+    stack.compose("build", *services)
+    stack.compose("up", "--no-start", *services)
+    stack.fill_models(ModelCache().root, models)
+    stack.compose("up", "--detach", "--no-build", *services)
+    stack.wait_healthy(services)
+
+
+@pytest.fixture(scope="module")
+def stack(engine: Engine, smollm2_directory: Path) -> Iterator[Stack]:
+    made = Stack(engine, "souschef", settings("full"))
+    try:
+        bring_up(made, SERVICES, smollm2_directory)
+        yield made
+    finally:
+        made.compose("down", "--volumes", "--timeout", "5")
+
+
+class Client:
+    """An app in front of the stack."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{stack.settings['EDGE_PORT']}",
+            headers={"Authorization": "Bearer caller"},
+            timeout=120,
+        )
+
+    def body(self, num_tokens: int, execution: str) -> dict[str, Any]:
+        return {
+            "messages": [{"role": "user", "content": "Tell a long story about a lighthouse."}],
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "logit_bias": NEVER_END,
+            "souschef": {"execution": execution},
+        }
+
+    def chat(self, num_tokens: int, execution: str) -> dict[str, Any]:
+        reply = self.http.post("/v1/chat/completions", json=self.body(num_tokens, execution))
+        assert reply.status_code == 200, reply.text
+        answer: dict[str, Any] = reply.json()
+        return answer
+
+    def stream(self, num_tokens: int, execution: str, meanwhile: Callable[[], object], after: int = 5) -> list[Any]:
+        """The events of a stream during which something else happens, from its fifth chunk on."""
+        body = self.body(num_tokens, execution) | {"stream": True, "stream_options": {"include_usage": True}}
+        failures: list[Exception] = []
+
+        def act() -> None:
+            try:
+                meanwhile()
+            except Exception as error:
+                failures.append(error)
+
+        other = threading.Thread(target=act)
+        text = ""
+        with self.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+            for part in reply.iter_text():
+                text += part
+                if other.ident is None and text.count("data: ") > after:
+                    other.start()
+        other.join()
+        assert not failures, failures
+        return events(text)
+
+    def push(self, reading: dict[str, Any]) -> None:
+        self.http.post("/v1/device", json=reading).raise_for_status()
+
+    def wait_for_cloud(self) -> None:
+        """Until the edge hands requests over again."""
+        deadline = time.monotonic() + 120
+        while self.chat(4, "prefer_cloud")["souschef"]["tokens_by_origin"]["cloud"] == 0:
+            assert time.monotonic() < deadline, "the edge does not go back to the cloud"
+            time.sleep(1)
+
+
+@pytest.fixture
+def client(stack: Stack) -> Iterator[Client]:
+    made = Client(stack)
+    made.push(COOL)
+    yield made
+    made.http.close()
+
+
+@pytest.fixture
+def linked(client: Client) -> Client:
+    """An app in front of an edge that reaches its cloud."""
+    client.wait_for_cloud()
+    return client
+
+
+def summary(stream: list[Any]) -> dict[str, Any]:
+    """Souschef's object at the end of a stream that ended well."""
+    assert stream[-1] == "[DONE]"
+    assert not [event for event in stream[:-1] if "error" in event]
+    told: dict[str, Any] = next(event["souschef"] for event in reversed(stream[:-1]) if "souschef" in event)
+    return told
+
+
+def assert_whole(stream: list[Any], num_tokens: int) -> dict[str, Any]:
+    """Every token is there once: as many as were asked for, and their origins add up."""
+    told = summary(stream)
+    usage = next(event["usage"] for event in stream[:-1] if event.get("usage"))
+    assert usage["completion_tokens"] == num_tokens
+    assert sum(told["tokens_by_origin"].values()) == num_tokens
+    return told
+
+
+def test_a_chat_needs_the_key_and_is_answered(client: Client) -> None:
+    refused = client.http.post("/v1/chat/completions", json=client.body(4, "auto"), headers={"Authorization": ""})
+    answer = client.chat(12, "only_device")
+
+    assert refused.status_code == 401
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["souschef"]["tokens_by_origin"]["cloud"] == 0
+
+
+def test_the_cloud_answers_what_is_meant_for_it(linked: Client) -> None:
+    answer = linked.chat(12, "only_cloud")
+
+    assert answer["souschef"]["tokens_by_origin"]["cloud"] > 0
+
+
+def test_a_device_that_gets_hot_hands_over_in_mid_answer(linked: Client) -> None:
+    told = assert_whole(linked.stream(LONG, "auto", lambda: linked.push(HOT)), LONG)
+
+    assert told["handoffs"]
+    assert told["handoffs"][0]["to"] == "cloud"
+    assert told["tokens_by_origin"]["cloud"] > 0
+    assert told["tokens_by_origin"]["target"] + told["tokens_by_origin"]["draft"] > 0
+
+
+@pytest.mark.parametrize("service", ["cloud", "redis"])
+def test_a_restart_under_a_stream_loses_nothing(linked: Client, stack: Stack, service: str) -> None:
+    stream = linked.stream(LONG, "prefer_cloud", lambda: stack.compose("restart", "--timeout", "1", service))
+
+    assert_whole(stream, LONG)
+    stack.wait_healthy([service])
+
+
+def test_a_killed_cloud_under_a_stream_loses_nothing(linked: Client, stack: Stack) -> None:
+    def kill() -> None:
+        stack.engine.docker("kill", *stack.containers("cloud"))
+
+    try:
+        assert_whole(linked.stream(LONG, "prefer_cloud", kill), LONG)
+    finally:
+        stack.compose("up", "--detach", "--no-build", "cloud")
+        stack.wait_healthy(["cloud"])
+
+
+def test_prometheus_sees_every_service(stack: Stack) -> None:
+    (prometheus,) = stack.containers("prometheus")
+
+    def up() -> dict[str, str]:
+        query = ["promtool", "query", "instant", "--format=json", "http://127.0.0.1:9090", "up"]
+        found = json.loads(stack.engine.docker("exec", prometheus, *query))
+        return {one["metric"]["job"]: one["value"][1] for one in found}
+
+    deadline = time.monotonic() + 60
+    while up() != {"edge": "1", "cloud": "1"}:
+        assert time.monotonic() < deadline, up()
+        time.sleep(2)
+
+
+def test_containers_are_confined_as_the_file_says(stack: Stack) -> None:
+    for service in SERVICES:
+        (container,) = stack.containers(service)
+        user = stack.engine.docker("exec", container, "id", "-u").strip()
+        written = stack.engine.docker("exec", container, "sh", "-c", "touch /usr/x 2>&1 || true")
+        capabilities = stack.engine.docker("exec", container, "grep", "CapEff", "/proc/self/status")
+
+        assert user == "10001"
+        assert "Read-only file system" in written
+        assert int(capabilities.split()[1], 16) == 0
+
+
+def test_the_edge_reads_its_limit_of_cores(stack: Stack) -> None:
+    (container,) = stack.containers("edge")
+
+    cores = stack.engine.docker(
+        "exec", container, "python3", "-c", "from shared.cpus import usable_cpus; print(usable_cpus())"
+    )
+
+    assert cores.strip() == "2"
+
+
+def test_an_idle_stack_rests(client: Client, stack: Stack) -> None:
+    containers = {service: stack.containers(service)[0] for service in SERVICES}
+    time.sleep(5)
+    before = {service: stack.engine.cpu_seconds(container) for service, container in containers.items()}
+    start = time.monotonic()
+    time.sleep(IDLE_S)
+    lasted = time.monotonic() - start
+    shares = {
+        service: (stack.engine.cpu_seconds(container) - before[service]) / lasted
+        for service, container in containers.items()
+    }
+
+    print("idle, share of a core:", {service: f"{share:.2%}" for service, share in shares.items()})  # noqa: T201
+    assert max(shares.values()) < IDLE_SHARE, shares
+
+
+def test_a_stop_lets_a_stream_end(client: Client, stack: Stack) -> None:
+    stream = client.stream(LONG, "only_device", lambda: stack.compose("stop", "edge"))
+
+    assert_whole(stream, LONG)
+    (container,) = stack.engine.docker("ps", "--all", "--quiet", "--filter", "name=souschef_edge").split()
+    assert stack.engine.inspect(container)["State"]["ExitCode"] == 0
+    stack.compose("up", "--detach", "--no-build", "edge")
+    stack.wait_healthy(["edge"])
+
+
+def test_the_services_refuse_a_public_address_without_a_key(stack: Stack) -> None:
+    for image in ("souschef-edge", "souschef-cloud"):
+        with pytest.raises(AssertionError, match="set an API key"):
+            stack.engine.docker("run", "--rm", "--env", "SOUSCHEF_HOST=0.0.0.0", image)
+
+
+def test_replicas_behind_nginx_share_the_sessions(engine: Engine, stack: Stack, smollm2_directory: Path) -> None:
+    services = ("edge", "gateway", "cloud-replica", "redis")
+    scaled = Stack(engine, "scaled", settings("scale"))
+    try:
+        bring_up(scaled, services, smollm2_directory)
+        client = Client(scaled)
+        client.push(COOL)
+        client.wait_for_cloud()
+        for _ in range(12):
+            client.chat(6, "only_cloud")
+        replicas = scaled.containers("cloud-replica")
+        served = [requests_served(scaled, replica) for replica in replicas]
+
+        assert len(replicas) == 2
+        assert all(served), served
+    finally:
+        scaled.compose("down", "--volumes", "--timeout", "5")
+
+
+def requests_served(stack: Stack, replica: str) -> float:
+    code = (
+        "import urllib.request as u; r = u.Request('http://127.0.0.1:8090/metrics');"
+        "r.add_header('Authorization', 'Bearer between'); print(u.urlopen(r).read().decode())"
+    )
+    text = stack.engine.docker("exec", replica, "python3", "-c", code)
+    names = ("souschef_cloud_generated_tokens_total", "souschef_cloud_verify_requests_total")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(names))
