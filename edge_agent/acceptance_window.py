@@ -22,6 +22,9 @@ CONFIDENCE_STEPS = 20
 LAST_POSITION = 4
 """Positions from here on share a cell."""
 
+CARRIED_ON = 0.9
+"""How much of one position's rate the next is believed to have before it was judged."""
+
 Cell = tuple[str, int, int]
 
 
@@ -100,9 +103,10 @@ class AcceptancePrior:
             claim.accepted = claim.accepted * self._keep + confidence(draft, position)
         self._stats.add(draft, accepted)
 
-    def rate(self, draft: Draft, position: int) -> float:
-        """Chance of the token at `position`, given those before it."""
-        return self._stats.rate(draft, position, confidence(draft, position) * self.honesty(draft.drafter))
+    def rate(self, draft: Draft, position: int, floor: float = 0.0) -> float:
+        """Chance of the token at `position`, given those before it. floor: what is assumed of it at least, unseen."""
+        claimed = confidence(draft, position) * self.honesty(draft.drafter)
+        return self._stats.rate(draft, position, max(claimed, floor))
 
     def honesty(self, drafter: str) -> float:
         """Accepted over claimed, at most 1: a drafter that boasts in one cell is believed less in all of them."""
@@ -133,8 +137,18 @@ class AcceptanceWindow:
         self._prior.add(draft, accepted)
 
     def rates(self, draft: Draft) -> list[float]:
-        """For each token the chance that it is accepted, given those before it."""
-        return [self._stats.rate(draft, i, self._prior.rate(draft, i)) for i in range(len(draft))]
+        """For each token the chance that it is accepted, given those before it.
+
+        A position that was rarely reached is believed nearly as far as the one before it, or drafts that were cut short
+        while they were bad would stay short for ever.
+        """
+        rates: list[float] = []
+        floor = 0.0
+        for position in range(len(draft)):
+            prior = self._prior.rate(draft, position, floor)
+            rates.append(self._stats.rate(draft, position, prior))
+            floor = CARRIED_ON * rates[-1]
+        return rates
 
     def typical_rates(self, drafter: str, gamma: int, expected: float) -> list[float]:
         """The same before a draft is there: by position, over all confidences. expected: the drafter's prior rate."""

@@ -34,7 +34,13 @@ def _temperature() -> float | None:
                 for name, entries in chips.items()
             }
         )
-    except (OSError, NotImplementedError, ValueError, TypeError):  # an empty string or a vanished file is not a value
+    except (
+        OSError,
+        NotImplementedError,
+        AttributeError,
+        ValueError,
+        TypeError,
+    ):  # an empty string or a vanished file is not a value
         return None
 
 
@@ -48,5 +54,5 @@ def _battery() -> tuple[float | None, bool | None]:
             return None, None
         plugged = battery.power_plugged
         return float(battery.percent), None if plugged is None else bool(plugged)
-    except (OSError, NotImplementedError, ValueError, TypeError):
+    except (OSError, NotImplementedError, AttributeError, ValueError, TypeError):
         return None, None

@@ -1,0 +1,260 @@
+"""The controller over whole requests: never slower, off and on again, private, and what it learns."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from edge_agent.controller import RoundState
+from edge_agent.cost_model import CostModel
+from edge_agent.decision import Decision, Mode, Reason
+from edge_agent.device_state import DeviceState, Network
+from edge_agent.drafters import ChainDrafter, ModelDrafter, NgramDrafter
+from edge_agent.link_state import LinkState
+from edge_agent.policy_controller import EngineLoad, PolicyEngine, Senses
+from edge_agent.request import Execution, GenerationRequest, Privacy, Speculation
+from edge_agent.round import Round
+from edge_agent.session import Session
+from edge_agent.thresholds import PRESETS, Preset
+from edge_agent.verifier import LocalVerifier
+from shared.acceptance import Draft
+from shared.errors import CloudUnavailableError
+from shared.inference_thread import InferenceThread
+from shared.sampling import SamplingParams
+from tests.fakes import TableLM
+from tests.simulated_rounds import CURVES, Drafts, Result, curve, play
+
+REQUEST = GenerationRequest(prompt=(1,), max_tokens=64)
+SERVER = PRESETS[Preset.SERVER]
+
+
+class Bench:
+    """A policy over one machine's costs, in simulated time."""
+
+    def __init__(self, machine: str = "small", seed: int = 0, **options: object) -> None:
+        self.costs = curve(machine)
+        self.now = 0.0
+        self.rng = random.Random(seed)
+        draft_costs = {"model": 0.029} if "model" in options.get("drafters", ()) else None  # type: ignore[operator]
+        self.engine = PolicyEngine(
+            CostModel(self.costs, draft_costs),
+            SERVER,
+            clock=lambda: self.now,
+            **{"drafters": ("ngram",), **options},  # type: ignore[arg-type]
+        )
+
+    def play(self, drafts: Drafts | Callable[[int], Drafts], request: GenerationRequest = REQUEST) -> Result:
+        """One request."""
+        kind = drafts if callable(drafts) else lambda tokens: drafts
+        return play(self.engine.open(request), request, self.costs, kind, self.rng, 0.05, self.pass_time)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    def ratio(self, drafts: Drafts, requests: int) -> float:
+        """Direct time over time with the policy."""
+        results = [self.play(drafts) for _ in range(requests)]
+        return sum(r.tokens for r in results) * self.costs[0] / sum(r.seconds for r in results)
+
+
+@pytest.mark.parametrize("machine", CURVES)
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.8])
+def test_never_slower(machine: str, rate: float) -> None:
+    """A category of the benchmark is some requests of 64 tokens; here the very first are among them."""
+    assert Bench(machine).ratio(Drafts(0.6, rate), 12) > 0.97
+
+
+@pytest.mark.parametrize("machine", CURVES)
+def test_drafts_that_boast_and_are_useless_cost_little(machine: str) -> None:
+    assert Bench(machine).ratio(Drafts(1.0, 0.0, confidence=0.77), 12) > 0.97
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.95])
+def test_a_costly_drafter_is_never_slower_either(rate: float) -> None:
+    bench = Bench("laptop", drafters=("model",))
+    assert bench.ratio(Drafts(1.0, rate, "model", max(rate, 0.3), 0.029), 20) > 0.97
+
+
+def test_good_drafts_pay() -> None:
+    assert Bench("small").ratio(Drafts(0.6, 0.9), 20) > 1.3
+    assert Bench("laptop", drafters=("model",)).ratio(Drafts(1.0, 0.95, "model", 0.95, 0.029), 20) > 1.1
+
+
+def test_speculation_goes_off_and_comes_back_when_the_work_improves() -> None:
+    """Useless for 300 tokens, then good: off with a reason, probed with a reason, and on again."""
+    bench = Bench("small")
+    request = replace(REQUEST, max_tokens=1200)
+    result = bench.play(lambda tokens: Drafts(1.0, 0.0 if tokens < 300 else 0.95), request)
+    reasons = [decision.reason for decision in result.decisions]
+    assert Reason.ACCEPTANCE_LOW in reasons
+    assert Reason.PROBE in reasons
+    off = [decision for decision in result.decisions if decision.reason is Reason.ACCEPTANCE_LOW]
+    assert all(decision.mode is Mode.LOCAL_DIRECT and decision.gamma == 0 for decision in off)
+    assert reasons[-20:-1] == [Reason.NOMINAL] * 19
+    assert min(result.verified[-20:-3]) >= 1
+
+
+def test_off_is_not_permanent_for_a_costly_drafter() -> None:
+    bench = Bench("laptop", drafters=("model",))
+    request = replace(REQUEST, max_tokens=3000)
+    kind = lambda tokens: Drafts(1.0, 0.0 if tokens < 300 else 0.97, "model", 0.9, 0.029)  # noqa: E731
+    result = bench.play(kind, request)
+    reasons = [decision.reason for decision in result.decisions]
+    assert Reason.ACCEPTANCE_LOW in reasons
+    assert Reason.PROBE in reasons
+    assert result.decisions[-20].gamma > 0
+
+
+def test_each_request_starts_at_the_same_gamma() -> None:
+    bench = Bench("small")
+    first = bench.play(Drafts(1.0, 0.0)).decisions[0]
+    assert bench.play(Drafts(1.0, 0.9)).decisions[0] == first
+
+
+def state(request: GenerationRequest = REQUEST, round: int = 0, generated: int = 0) -> RoundState:
+    return RoundState(request, round, generated, 1000)
+
+
+def a_round(decision: Decision, number: int, verify_s: float, draft: Draft | None = None) -> Round:
+    return Round(number, decision, draft or Draft(), 0, 7, (), 0.0, verify_s)
+
+
+def test_times_of_prefill_and_of_crowded_rounds_are_no_costs() -> None:
+    load = EngineLoad(running=1)
+    engine = PolicyEngine(CostModel(curve("small")), SERVER, senses=Senses(load=lambda: load))
+    controller = engine.open(REQUEST)
+    for number in range(60):
+        load = EngineLoad(running=2 if number else 1)
+        decision = controller.decide(state(round=number))
+        controller.observe(state(round=number), a_round(decision, number, 5.0))
+    assert engine.costs.direct == curve("small")[0]
+    for number in range(60, 80):
+        load = EngineLoad(running=1)
+        decision = controller.decide(state(round=number))
+        controller.observe(state(round=number), a_round(decision, number, 0.058))
+    assert engine.costs.direct == pytest.approx(0.058)
+
+
+LINK = LinkState(True, True, 0.02, tuple(curve("small")))
+HOT = DeviceState(temperature_c=99.0, battery_percent=3.0, charging=False, network=Network.WIFI)
+
+
+def open_with(request: GenerationRequest, link: LinkState = LINK, device: DeviceState = HOT, now: float = 0.0):  # type: ignore[no-untyped-def]
+    engine = PolicyEngine(
+        CostModel(curve("small")), SERVER, senses=Senses(lambda: device, lambda: link), clock=lambda: now
+    )
+    return engine, engine.open(request)
+
+
+@pytest.mark.parametrize("execution", Execution)
+def test_private_requests_never_leave_even_when_the_cloud_fails(execution: Execution) -> None:
+    request = replace(REQUEST, execution=execution, privacy=Privacy.ON_DEVICE)
+    _, controller = open_with(request)
+    for number in range(50):
+        decision = controller.decide(state(request, number))
+        assert decision.mode.on_device
+        controller.observe(state(request, number), a_round(decision, number, 0.03))
+
+
+def test_a_cloud_that_fails_is_left_alone_for_a_while() -> None:
+    _, controller = open_with(REQUEST)
+    assert controller.decide(state()).mode is Mode.CLOUD_GENERATE
+    fallback = controller.cloud_failed(state())
+    assert (fallback.mode, fallback.reason) == (Mode.LOCAL_DIRECT, Reason.CLOUD_UNAVAILABLE)
+    assert controller.decide(state(round=1)).reason is Reason.CLOUD_UNAVAILABLE
+
+
+def test_only_cloud_fails_with_the_cloud() -> None:
+    request = replace(REQUEST, execution=Execution.ONLY_CLOUD)
+    _, controller = open_with(request, device=DeviceState())
+    assert not controller.decide(state(request)).mode.on_device
+    with pytest.raises(CloudUnavailableError):
+        controller.cloud_failed(state(request))
+
+
+def test_drafts_for_the_cloud_are_not_trimmed() -> None:
+    request = replace(REQUEST, execution=Execution.PREFER_CLOUD)
+    _, controller = open_with(request, device=DeviceState())
+    decision = controller.decide(state(request))
+    assert decision.mode is Mode.CLOUD_VERIFY
+    draft = Draft((7,) * decision.gamma, "ngram", confidences=(0.01,) * decision.gamma)
+    assert controller.draft_limit("ngram") >= decision.gamma
+    assert controller.trim(state(request), draft) == decision.gamma
+
+
+def test_speculation_on_always_drafts() -> None:
+    request = replace(REQUEST, speculation=Speculation.ON)
+    result = Bench("small").play(Drafts(1.0, 0.0), request)
+    assert min(result.verified[:-1]) >= 1
+
+
+def test_energy_of_a_request_is_named_and_adds_up() -> None:
+    spent = 0.0
+
+    class Meter:
+        source = "test"
+
+        def total_j(self) -> float:
+            return spent
+
+    engine = PolicyEngine(CostModel(curve("small")), SERVER, meter=Meter())
+    controller = engine.open(REQUEST)
+    for number in range(5):
+        spent += 100.0  # between the rounds of a lone request nobody pays
+        decision = controller.decide(state(round=number))
+        spent += 2.0
+        controller.observe(state(round=number), a_round(decision, number, 0.03))
+    assert controller.energy.total == pytest.approx(10.0)
+    assert controller.energy.prefill == pytest.approx(2.0)
+    assert controller.energy_source == "test"
+    del controller
+    gc.collect()
+
+
+def test_snapshot_shows_the_decisions() -> None:
+    bench = Bench("small")
+    bench.play(Drafts(0.5, 0.7), replace(REQUEST, request_id="r1"))
+    shown = bench.engine.snapshot()
+    assert shown["mode"] in {mode.value for mode in Mode}
+    assert shown["decisions"][0]["request_id"] == "r1"
+    assert len(shown["cost_model"]["verify_ms"]) == 9
+    assert shown["thresholds"]["max_gamma"] == 16
+
+
+def test_thresholds_change_while_a_request_runs() -> None:
+    bench = Bench("small")
+    controller = bench.engine.open(REQUEST)
+    assert controller.decide(state()).gamma > 2
+    bench.engine.update_thresholds(SERVER.updated({"max_gamma": 2}))
+    assert controller.decide(state(round=1)).gamma == 2
+
+
+def test_real_loop_gives_the_target_own_text() -> None:
+    """Through the session with toy models: whatever the policy chooses, the text is the target's."""
+    target, draft = TableLM(16, 5), TableLM(16, 6, tied_to=TableLM(16, 5), blend=0.2)
+    request = GenerationRequest((1, 2, 3, 1, 2, 3), 150, SamplingParams(seed=3))
+
+    async def answer(engine: PolicyEngine | None) -> list[int]:
+        thread = InferenceThread()
+        try:
+            verifier = LocalVerifier(target, thread)
+            target.truncate(0)
+            verifiers = {Mode.LOCAL_DIRECT: verifier, Mode.LOCAL_SPECULATIVE: verifier}
+            used = engine or PolicyEngine(CostModel(curve("small")), SERVER.updated({"max_gamma": 0}))
+            controller = used.open(request)
+            chain = ChainDrafter([NgramDrafter(), ModelDrafter(draft, thread)], controller.draft_limit)
+            session = Session(request, controller, chain, verifiers, 4096)
+            return [event.token async for round in session.run() for event in round.tokens]
+        finally:
+            thread.stop()
+
+    engine = PolicyEngine(
+        CostModel([0.01, 0.0101, 0.0102, 0.0103, 0.0104], {"model": 0.001}), SERVER, drafters=("ngram", "model")
+    )
+    assert asyncio.run(answer(engine)) == asyncio.run(answer(None))
+    assert engine.decisions[0].decision.mode is Mode.LOCAL_SPECULATIVE
