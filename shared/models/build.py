@@ -33,7 +33,7 @@ from shared.models.graph import DATA_FILE, DecoderGraph, ExternalData, LayerWeig
 from shared.models.quantise import Precision, QuantisedMatrix, carries_over, carry_over, quantise, stack
 from shared.models.scheme import Scheme, TensorClass, scheme_named
 
-BUILDER_VERSION = 1
+BUILDER_VERSION = 2
 DEFAULT_CONTEXT = 8192
 CHUNK_ELEMENTS = 1 << 18
 SAME_MATRIX = 0.1  # relative difference under which an output matrix is a requantised copy of the embedding
@@ -44,7 +44,7 @@ Role = Literal["target", "draft"]
 
 def default_scheme(role: str) -> Scheme:
     """The scheme of a role (`target`, `draft`), or the one of that name. Raises ConfigError for neither."""
-    return scheme_named({"target": "q4-mixed", "draft": "q4-128"}.get(role, role))
+    return scheme_named({"target": "mixed", "draft": "q4"}.get(role, role))
 
 
 def build_model(
@@ -123,6 +123,7 @@ def _build_into(
 ) -> Manifest:
     progress("reading", 0.0)
     source = GgufSource(gguf_path)
+    scheme = scheme.for_size(source.num_parameters)
     context = min(context_length or DEFAULT_CONTEXT, source.architecture.context_length)
     fingerprint = _write_tokenizer(gguf_path, working)
     quantiser = _Quantiser(source, scheme)

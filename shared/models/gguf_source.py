@@ -104,6 +104,11 @@ class GgufSource:
     def name(self) -> str:
         return str(self.field("general.name", self.path.stem))
 
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all tensors, the vocabulary counted once."""
+        return sum(int(t.n_elements) for name, t in self._tensors.items() if name != "output.weight")
+
     def has(self, name: str) -> bool:
         return name in self._tensors
 

@@ -20,6 +20,9 @@ class TensorClass(StrEnum):
     FFN_DOWN = "ffn_down"
 
 
+SMALL = 1_000_000_000
+
+
 @dataclass(frozen=True)
 class Scheme:
     """A precision for each tensor class, and a better one for the layers that lose most.
@@ -31,6 +34,11 @@ class Scheme:
     accuracy_level: int
     precisions: Mapping[TensorClass, Precision]
     sensitive: Mapping[TensorClass, Precision] = field(default_factory=dict)
+    for_small: Scheme | None = None  # what a model of under SMALL parameters gets instead: it loses more and costs less
+
+    def for_size(self, num_parameters: int) -> Scheme:
+        """This scheme, or its counterpart for small models."""
+        return self.for_small if self.for_small is not None and num_parameters < SMALL else self
 
     def precision(self, tensor: TensorClass, layer: int = 0, num_layers: int = 1) -> Precision:
         """How this tensor class is stored in this layer."""
@@ -55,13 +63,16 @@ def schemes() -> dict[str, Scheme]:
     eight, four = Precision(8, 128, True), Precision(4, 64, False)
     mixed_eight = dict.fromkeys(TensorClass, eight) | {TensorClass.GATE_UP: four}
     mixed = dict.fromkeys(TensorClass, four) | {TensorClass.VOCABULARY: eight}
+    q8_mixed = Scheme("q8-mixed", 4, mixed_eight, {TensorClass.GATE_UP: eight})
+    down_and_qkv = {TensorClass.FFN_DOWN: eight, TensorClass.QKV: eight}
     made = (
         _uniform("q8", eight, eight),
         _uniform("q4", four, eight),
         _uniform("q4-32", Precision(4, 32, False), eight),
         _uniform("q4-128", Precision(4, 128, False), eight),
-        Scheme("q8-mixed", 4, mixed_eight, {TensorClass.GATE_UP: eight}),
-        Scheme("q4-mixed", 4, mixed, {TensorClass.FFN_DOWN: eight}),
+        q8_mixed,
+        Scheme("q4-mixed", 4, mixed, down_and_qkv),
+        Scheme("mixed", 4, mixed, down_and_qkv, for_small=q8_mixed),
     )
     return {scheme.name: scheme for scheme in made}
 
