@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from cloud_service.config import CloudSettings
+from cloud_service.server import LAST_BYTES_S as CLOUD_LAST_BYTES_S
 from edge_agent.config import EdgeSettings
-from edge_agent.server import LAST_BYTES_S
+from edge_agent.server import LAST_BYTES_S as EDGE_LAST_BYTES_S
 
 ROOT = Path(__file__).parent.parent
 KEYS = (
@@ -107,15 +109,16 @@ def test_models_are_one_volume_of_edge_and_cloud(compose: dict[str, Any]) -> Non
 
 def test_the_stop_grace_is_longer_than_the_services_own(services: dict[str, dict[str, Any]]) -> None:
     for name in ("edge", "edge-alone", "cloud", "cloud-replica"):
-        own = float(services[name]["environment"]["SOUSCHEF_GRACE_S"]) + LAST_BYTES_S
+        own = float(services[name]["environment"]["SOUSCHEF_GRACE_S"]) + max(EDGE_LAST_BYTES_S, CLOUD_LAST_BYTES_S)
         assert seconds(services[name]["stop_grace_period"]) > own
     assert seconds(services["gateway"]["stop_grace_period"]) > seconds(services["cloud-replica"]["stop_grace_period"])
 
 
-def test_the_edges_variables_are_settings(services: dict[str, dict[str, Any]]) -> None:
-    for name in ("edge", "edge-alone"):
+def test_the_services_variables_are_settings(services: dict[str, dict[str, Any]]) -> None:
+    known = {"edge": EdgeSettings, "edge-alone": EdgeSettings, "cloud": CloudSettings, "cloud-replica": CloudSettings}
+    for name, model in known.items():
         for variable in services[name]["environment"]:
-            assert variable.removeprefix("SOUSCHEF_").lower() in EdgeSettings.model_fields, variable
+            assert variable.removeprefix("SOUSCHEF_").lower() in model.model_fields, variable
 
 
 def test_keys_have_no_default_and_everything_else_has_one() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import Metric
 
+from cloud_service.metrics import CloudMetrics
 from deploy.grafana.generate import DIRECTORY, rendered
 from edge_agent.metrics import EdgeMetrics
 from tests.monitoring import annotation_queries, panel_queries, panels
@@ -27,6 +29,11 @@ def test_the_files_are_what_the_code_makes() -> None:
     stored = {path.name: path.read_text(encoding="utf-8") for path in DIRECTORY.iterdir()}
 
     assert stored == rendered()
+
+
+def families() -> list[Metric]:
+    """What both services export."""
+    return [*EdgeMetrics().registry.collect(), *CloudMetrics(lambda: 0).registry.collect()]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,12 +79,11 @@ def test_the_data_source_is_a_variable(name: str) -> None:
     assert set(sources) == {"${datasource}"}
 
 
-def test_every_metric_of_the_edge_is_on_a_dashboard_or_in_a_rule() -> None:
+def test_every_metric_is_on_a_dashboard_or_in_a_rule() -> None:
     shown = "".join(path.read_text(encoding="utf-8") for path in DIRECTORY.iterdir())
     ruled = (ROOT / "deploy/prometheus/rules.yml").read_text(encoding="utf-8")
-    families = {family.name for family in EdgeMetrics().registry.collect()}
 
-    assert not {name for name in families if name not in shown + ruled}
+    assert not {family.name for family in families() if family.name not in shown + ruled}
 
 
 def test_the_device_dashboard_marks_decisions_and_handoffs() -> None:
@@ -90,12 +96,10 @@ def test_the_device_dashboard_marks_decisions_and_handoffs() -> None:
 def test_queries_name_only_metrics_that_exist_or_are_recorded() -> None:
     rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text(encoding="utf-8"))
     recorded = {rule["record"] for group in rules["groups"] for rule in group["rules"]}
-    exported = {sample.name for family in EdgeMetrics().registry.collect() for sample in family.samples} | {
-        family.name for family in EdgeMetrics().registry.collect()
-    }
+    exported = {sample.name for family in families() for sample in family.samples} | {one.name for one in families()}
     for name in NAMES:
         for query in panel_queries(load(name)):
             assert set(re.findall(r"souschef:[a-z0-9_:]+", query)) <= recorded
-            for metric in re.findall(r"souschef_edge_[a-z0-9_]+", query):
+            for metric in re.findall(r"souschef_(?:edge|cloud)_[a-z0-9_]+", query):
                 stem = re.sub(r"_(total|bucket|sum|count|info)$", "", metric)
                 assert {metric, stem} & exported, metric

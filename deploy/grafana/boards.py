@@ -298,6 +298,7 @@ def cloud() -> Dashboard:
             "A second.",
             "reqps",
             Series(rate(f"{CLOUD}_verify_requests_total", "outcome"), "{{outcome}}"),
+            width=6,
             stacked=True,
         ),
         lines(
@@ -305,6 +306,7 @@ def cloud() -> Dashboard:
             "A second.",
             "short",
             Series(rate(f"{CLOUD}_verified_tokens_total", "result"), "{{result}}"),
+            width=6,
             stacked=True,
         ),
         lines(
@@ -312,6 +314,14 @@ def cloud() -> Dashboard:
             "For answers that the cloud makes alone.",
             "short",
             Series(rate(f"{CLOUD}_generated_tokens_total", "instance"), BY_INSTANCE),
+            width=6,
+        ),
+        lines(
+            "Model busy",
+            "Share of the time in which it computes; at 100 % the replica is full.",
+            SHARE,
+            Series(rate(f"{CLOUD}_busy_seconds_total", "instance"), BY_INSTANCE),
+            width=6,
         ),
     )
     sessions = (
