@@ -118,9 +118,15 @@ class SustainRun:
         """The last part's rate as a share of the first minute's."""
         return self.last_part / self.first_minute if self.first_minute else 0.0
 
-    def share_of(self, mode: Mode) -> float:
-        """Share of the rounds in this mode."""
-        return sum(moment.mode is mode for moment in self.moments) / max(len(self.moments), 1)
+    @property
+    def cloud_share(self) -> float:
+        """Share of the rounds that the cloud served."""
+        return sum(not moment.mode.on_device for moment in self.moments) / max(len(self.moments), 1)
+
+    def temperature_at(self, at_s: float) -> float:
+        """°C at this moment of the device's time."""
+        before = [moment for moment in self.moments if moment.at_s <= at_s]
+        return (before or self.moments)[-1].temperature_c
 
     def _tokens_at(self, at_s: float) -> int:
         tokens = 0

@@ -1,0 +1,130 @@
+"""`edge-agent sustain`: ten minutes on a simulated device, with the policy and without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from edge_agent.config import EdgeSettings, Preset, load_settings
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from edge_agent.sustain import SustainPlan, SustainRun
+
+QUESTIONS = (
+    "Write a Python class for a bank account with deposit, withdraw and transfer, each with a docstring.",
+    "Here is a function:\n\ndef area(width, height):\n    return width * height\n\ndef perimeter(width, height):\n"
+    "    return 2 * (width + height)\n\nRewrite it with type hints and docstrings.",
+    "List ten kitchen tools and say in one sentence each what they are for.",
+    "Explain in simple words why the sky is blue.",
+)
+"""Code, an edit, a list and prose: what drafts well and what doesn't."""
+
+POLICIES = {"phone": "phone", "board": "board", "laptop": "server"}
+
+
+def sustain(
+    minutes: Annotated[float, typer.Option(min=2.0, max=120.0, help="of the device's time")] = 10.0,
+    profile: Annotated[str, typer.Option(help="phone, board or laptop")] = "phone",
+    time_scale: Annotated[
+        float, typer.Option(min=1.0, max=100.0, help="how many times as fast the device heats as the model decodes")
+    ] = 10.0,
+    rtt_ms: Annotated[float, typer.Option(min=0.0, max=5000.0, help="round trip to the simulated cloud")] = 40.0,
+    plot: Annotated[Path | None, typer.Option(help="also draw a picture", metavar="FILE")] = None,
+    preset: Annotated[Preset | None, typer.Option(help="pair of models; only the target is used")] = None,
+    target: Annotated[str | None, typer.Option(help="model that answers")] = None,
+    config: Annotated[Path | None, typer.Option(help="settings file")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="where models are kept")] = None,
+    threads: Annotated[int | None, typer.Option(help="inference threads; the usable cores by default")] = None,
+) -> None:
+    """Decode the same prompts on a simulated hot device: without a policy, with it, and with it and a cloud.
+
+    A simulation: the model and its text are real, the times are those measured on this machine, the device is not.
+    """
+    from edge_agent.speedup_plot import check_plot_path
+
+    if plot is not None:
+        check_plot_path(plot)
+    flags = {"preset": preset, "target": target, "config": config, "cache_dir": cache_dir, "threads": threads}
+    settings = load_settings({**flags, "draft": "none"})
+    plan, runs = asyncio.run(_simulated(settings, profile, minutes, time_scale, rtt_ms / 1e3))
+    console = Console()
+    console.print(summary_table(runs, plan))
+    console.print(minute_table(runs))
+    console.print("A simulation: real model, real text, times as calibrated here; the device around it is a model.")
+    if plot is not None:
+        from edge_agent.sustain_plot import plot_sustain
+
+        plot_sustain(plot, runs, plan)
+
+
+async def _simulated(
+    settings: EdgeSettings, profile: str, minutes: float, time_scale: float, rtt_s: float
+) -> tuple[SustainPlan, list[SustainRun]]:
+    from edge_agent.device import Device
+    from edge_agent.loading import load_engine
+    from edge_agent.policy_controller import PolicyEngine, Senses
+    from edge_agent.serve import fetch_models
+    from edge_agent.simulated_phone import find_profile
+    from edge_agent.sustain import SustainPlan, run_all
+    from edge_agent.thresholds import PRESETS, choose_preset
+
+    device = find_profile(profile)
+    fetch_models(settings)
+    engine = await load_engine(settings, Device("push"), Senses(), lambda *_: None)
+    try:
+        if not isinstance(engine.policy, PolicyEngine):
+            raise ConfigError("the simulation needs the policy engine")
+        template, tokenizer = engine.chat_template, engine.tokenizer
+        plan = SustainPlan(
+            profile=device,
+            thresholds=PRESETS[choose_preset(POLICIES[profile])],
+            prompts=[tuple(template.encode(tokenizer, [{"role": "user", "content": text}])) for text in QUESTIONS],
+            curve=engine.policy.costs.curve.values,
+            stop_ids=frozenset(tokenizer.eos_ids),
+            minutes=minutes,
+            time_scale=time_scale,
+            rtt_s=rtt_s,
+        )
+        return plan, await run_all(engine.target, plan)
+    finally:
+        await engine.close()
+
+
+def summary_table(runs: Sequence[SustainRun], plan: SustainPlan) -> Table:
+    """What each setup keeps of its first minute's speed, and at what energy."""
+    title = f"simulated {plan.profile.name}, {plan.minutes:g} minutes, time x{plan.time_scale:g}"
+    table = Table(
+        "", "first minute, tok/s", "last 30 %, tok/s", "kept", "J a token", "tokens", "on the cloud", title=title
+    )
+    for run in runs:
+        table.add_row(
+            run.setup.value,
+            f"{run.first_minute:.1f}",
+            f"{run.last_part:.1f}",
+            f"{run.retained:.0%}",
+            f"{run.joules_per_token:.3f}",
+            f"{run.num_tokens:,}",
+            f"{run.cloud_share:.0%} of rounds",
+        )
+    return table
+
+
+def minute_table(runs: Sequence[SustainRun]) -> Table:
+    """Speed and temperature by the minute of the device's time."""
+    table = Table("minute", title="tokens a second and °C by the minute of the device's time")
+    for run in runs:
+        table.add_column(run.setup.value, justify="right")
+    for minute in range(int(runs[0].seconds // 60)):
+        cells = [
+            f"{run.rate(60.0 * minute, 60.0 * (minute + 1)):.1f}  {run.temperature_at(60.0 * minute + 30.0):.1f} °C"
+            for run in runs
+        ]
+        table.add_row(str(minute + 1), *cells)
+    return table
