@@ -109,6 +109,7 @@ def test_blocks_shrink_until_they_divide_the_row() -> None:
 
 def test_small_models_get_more_bits() -> None:
     scheme = scheme_named("mixed")
+    assert [scheme.for_size(size).name for size in (135_000_000, 494_000_000)] == ["q8", "q8-mixed"]
     assert scheme.for_size(494_000_000).precision(TensorClass.QKV).bits == 8
     assert scheme.for_size(1_500_000_000) is scheme
     assert [is_sensitive(layer, 24) for layer in (0, 3, 5, 23)] == [True, False, True, True]

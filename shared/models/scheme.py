@@ -20,9 +20,6 @@ class TensorClass(StrEnum):
     FFN_DOWN = "ffn_down"
 
 
-SMALL = 1_000_000_000
-
-
 @dataclass(frozen=True)
 class Scheme:
     """A precision for each tensor class, and a better one for the layers that lose most.
@@ -34,11 +31,11 @@ class Scheme:
     accuracy_level: int
     precisions: Mapping[TensorClass, Precision]
     sensitive: Mapping[TensorClass, Precision] = field(default_factory=dict)
-    for_small: Scheme | None = None  # what a model of under SMALL parameters gets instead: it loses more and costs less
+    for_smaller: tuple[tuple[int, Scheme], ...] = ()  # (parameters, what a model of fewer gets instead), rising
 
     def for_size(self, num_parameters: int) -> Scheme:
-        """This scheme, or its counterpart for small models."""
-        return self.for_small if self.for_small is not None and num_parameters < SMALL else self
+        """This scheme, or its counterpart for small models: they lose more by fewer bits, and cost less anyhow."""
+        return next((smaller for limit, smaller in self.for_smaller if num_parameters < limit), self)
 
     def precision(self, tensor: TensorClass, layer: int = 0, num_layers: int = 1) -> Precision:
         """How this tensor class is stored in this layer."""
@@ -65,14 +62,16 @@ def schemes() -> dict[str, Scheme]:
     mixed = dict.fromkeys(TensorClass, four) | {TensorClass.VOCABULARY: eight}
     q8_mixed = Scheme("q8-mixed", 4, mixed_eight, {TensorClass.GATE_UP: eight})
     down_and_qkv = {TensorClass.FFN_DOWN: eight, TensorClass.QKV: eight}
+    q8 = _uniform("q8", eight, eight)
+    smaller = ((300_000_000, q8), (1_000_000_000, q8_mixed))
     made = (
-        _uniform("q8", eight, eight),
+        q8,
         _uniform("q4", four, eight),
         _uniform("q4-32", Precision(4, 32, False), eight),
         _uniform("q4-128", Precision(4, 128, False), eight),
         q8_mixed,
         Scheme("q4-mixed", 4, mixed, down_and_qkv),
-        Scheme("mixed", 4, mixed, down_and_qkv, for_small=q8_mixed),
+        Scheme("mixed", 4, mixed, down_and_qkv, for_smaller=smaller),
     )
     return {scheme.name: scheme for scheme in made}
 
