@@ -28,9 +28,9 @@ CARRIED_ON = 0.9
 Cell = tuple[str, int, int]
 
 
-def cell(draft: Draft, position: int) -> Cell:
-    """The cell of the draft's token at `position`."""
-    return draft.drafter, int(confidence(draft, position) * CONFIDENCE_STEPS), min(position, LAST_POSITION)
+def cell(drafter: str, confidence: float, position: int) -> Cell:
+    """Where a draft token is counted."""
+    return drafter, int(confidence * CONFIDENCE_STEPS), min(position, LAST_POSITION)
 
 
 def confidence(draft: Draft, position: int) -> float:
@@ -70,12 +70,13 @@ class AcceptanceStats:
         """A verified draft whose first `accepted` tokens stood. What comes after the first rejection tells nothing."""
         keep = 0.5 ** (1.0 / self.half_life)
         for position, stood in judged(draft, accepted):
-            self.cells.setdefault(cell(draft, position), Tally()).add(stood, keep)
+            place = cell(draft.drafter, confidence(draft, position), position)
+            self.cells.setdefault(place, Tally()).add(stood, keep)
             self.drafters.setdefault(draft.drafter, Tally()).add(stood, keep)
 
-    def rate(self, draft: Draft, position: int, prior: float) -> float:
-        """Chance that the token at `position` is accepted, given that those before it were."""
-        tally = self.cells.get(cell(draft, position))
+    def rate(self, cell: Cell, prior: float) -> float:
+        """Chance that a token of this cell is accepted, given that those before it were."""
+        tally = self.cells.get(cell)
         return tally.rate(prior, self.strength) if tally else prior
 
 
@@ -103,10 +104,9 @@ class AcceptancePrior:
             claim.accepted = claim.accepted * self._keep + confidence(draft, position)
         self._stats.add(draft, accepted)
 
-    def rate(self, draft: Draft, position: int, floor: float = 0.0) -> float:
-        """Chance of the token at `position`, given those before it. floor: what is assumed of it at least, unseen."""
-        claimed = confidence(draft, position) * self.honesty(draft.drafter)
-        return self._stats.rate(draft, position, max(claimed, floor))
+    def rate(self, cell: Cell, unseen: float) -> float:
+        """Chance of a token of this cell. unseen: what to assume of a cell that was never judged."""
+        return self._stats.rate(cell, unseen)
 
     def honesty(self, drafter: str) -> float:
         """Accepted over claimed, at most 1: a drafter that boasts in one cell is believed less in all of them."""
@@ -143,11 +143,13 @@ class AcceptanceWindow:
         while they were bad would stay short for ever.
         """
         rates: list[float] = []
-        floor = 0.0
+        honesty, floor = self._prior.honesty(draft.drafter), 0.0
         for position in range(len(draft)):
-            prior = self._prior.rate(draft, position, floor)
-            rates.append(self._stats.rate(draft, position, prior))
-            floor = CARRIED_ON * rates[-1]
+            claimed = confidence(draft, position)
+            place = cell(draft.drafter, claimed, position)
+            rate = self._stats.rate(place, self._prior.rate(place, max(claimed * honesty, floor)))
+            rates.append(rate)
+            floor = CARRIED_ON * rate
         return rates
 
     def typical_rates(self, drafter: str, gamma: int, expected: float) -> list[float]:

@@ -28,6 +28,9 @@ from shared.errors import CloudUnavailableError
 ENERGY_WEIGHTS = {Objective.LATENCY: 0.0, Objective.BALANCED: 0.5, Objective.ENERGY: 1.0}
 DECISIONS_KEPT = 50
 LONGEST_DRAFT = 16
+CLOUD_CHOICE_EVERY = 8
+"""Rounds between new choices of the draft length for an unchanged link."""
+NO_CHOICE = Choice(0, 0.0, 1.0, float("inf"))
 FIRST_GUESS_OF_LENGTH = 128.0
 
 
@@ -160,6 +163,8 @@ class PolicyController:
         self._proposed = Draft()
         self._last_drafter: str | None = None
         self._cloud_failed_at: float | None = None
+        self._cloud_link = NO_LINK
+        self._cloud_choice = NO_CHOICE
         self._load = EngineLoad()
         self._spent = EnergyUse()
 
@@ -220,7 +225,11 @@ class PolicyController:
             self._advisor.observe(round.draft, round.accepted, verify_cost, draft_cost, share)
             if clean:
                 engine.costs.observe_verify(positions, round.verify_s)
-                if joules > 0 and not round.draft_s > 0.1 * round.verify_s:
+                if (
+                    joules > 0
+                    and ENERGY_WEIGHTS[engine.thresholds.objective]
+                    and not round.draft_s > 0.1 * round.verify_s
+                ):
                     engine.learn_energy(positions, joules)
         else:
             self._advisor.window.add(round.draft, round.accepted)
@@ -250,7 +259,9 @@ class PolicyController:
         self._curve = engine.relative_curve()
         self._advisor.update_costs(engine.drafter_costs())
         ceiling = min(thresholds.max_gamma, self._wishes.max_gamma, len(engine.costs.curve.values) - 1)
-        cloud = self._cloud_choice(link)
+        if link != self._cloud_link or state.round % CLOUD_CHOICE_EVERY == 0:
+            self._cloud_link, self._cloud_choice = link, self._choose_for_cloud(link)
+        cloud = self._cloud_choice
         failed = self._cloud_failed_at
         return PolicyInputs(
             wishes=self._wishes,
@@ -269,10 +280,10 @@ class PolicyController:
             previous=self._last.mode if self._last else None,
         )
 
-    def _cloud_choice(self, link: LinkState) -> Choice:
+    def _choose_for_cloud(self, link: LinkState) -> Choice:
         """The best draft for the link: a round trip is paid once a round, so drafts are longer than here."""
         if not link.usable or link.rtt_s is None or not link.verify_cost_s:
-            return Choice(0, 0.0, 1.0, float("inf"))
+            return NO_CHOICE
         trip = link.rtt_s + link.queue_s
         curve = CostCurve(tuple(trip + cost for cost in link.verify_cost_s))
         costs = self._engine.costs
