@@ -84,10 +84,10 @@ def test_an_unknown_scheme_is_refused_before_anything_is_written(gguf_path: Path
 
 def test_building_again_replaces_the_directory(gguf_path: Path, built: Path) -> None:
     (built / "stray").write_text("from before")
-    build_model(gguf_path, built, role="q8", progress=silent)
+    build_model(gguf_path, built, role="q4-32", progress=silent)
     manifest = open_model_directory(built).manifest
     assert manifest is not None
-    assert manifest.scheme == "q8"
+    assert manifest.scheme == "q4-32"
     assert not (built / "stray").exists()
 
 
@@ -99,10 +99,10 @@ def test_an_interrupted_build_leaves_the_old_model_and_nothing_else(gguf_path: P
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_model(gguf_path, built, role="q8", progress=interrupt)
+        build_model(gguf_path, built, role="q4-32", progress=interrupt)
     manifest = open_model_directory(built).manifest
     assert manifest is not None
-    assert manifest.scheme != "q8"
+    assert manifest.scheme != "q4-32"
     assert sorted(path.name for path in built.parent.iterdir()) == before
 
 
