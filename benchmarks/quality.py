@@ -2,9 +2,9 @@
 `python -m benchmarks.quality --gguf FILE --schemes q8-mixed q4-mixed`.
 
 For each scheme it builds the model in a temporary directory and prints a row: perplexity relative to llama.cpp's over
-the texts of `benchmarks/data` (each read once, teacher-forced), how often both name the same next token, the directory's
-size relative to the GGUF's, tokens a second relative to llama.cpp's (interleaved in this run), and resident memory with
-a full context of 2,048 relative to the directory. A row that another one beats in quality, size and speed is marked.
+the texts of `benchmarks/data` (each read once, teacher-forced), how often both name the same next token, the
+directory's size relative to the GGUF's, tokens a second relative to llama.cpp's (interleaved in this run), and resident
+memory with a full context of 2,048 relative to the directory. A row that another one beats is marked.
 """
 
 from __future__ import annotations
