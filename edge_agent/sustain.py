@@ -2,7 +2,7 @@
 
 The model and its text are real, and so are the times: c(m) as calibrated on this machine. Around them is a
 `SimulatedPhone` in a time of its own: every pass takes c(m) over the simulated clock, and heats the device for so long.
-What else this machine does meanwhile changes nothing. The cloud is the same target at full clock behind a round trip.
+What else this machine does meanwhile changes nothing. The cloud is the same target, faster, behind a round trip.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Setup(StrEnum):
 
 @dataclass(frozen=True)
 class SustainPlan:
-    """What is run. prompts: token ids. rtt_s: to the simulated cloud. minutes: of the device's time."""
+    """What is run. prompts: token ids. minutes: of the device's time. rtt_s, cloud_speed: of the simulated cloud, its
+    passes that many times as fast as the device's at full clock."""
 
     profile: DeviceProfile
     thresholds: Thresholds
@@ -65,6 +66,7 @@ class SustainPlan:
     time_scale: float = 10.0
     max_tokens: int = 64
     rtt_s: float = 0.040
+    cloud_speed: float = 1.5
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class DeviceTime:
 
 
 class TimedLM:
-    """A language model whose passes take what they were measured to take, at the clock of a device or at full clock."""
+    """A language model whose passes take what they were measured to take, slowed down by a device's clock or not."""
 
     def __init__(self, lm: CausalLM, curve: CostCurve, time: DeviceTime, phone: SimulatedPhone | None) -> None:
         self._lm = lm
@@ -193,7 +195,7 @@ class TimedLM:
 
 
 class CloudOfOwn:
-    """A stand-in for the cloud verifier: the same target at full clock, behind a round trip."""
+    """A stand-in for the cloud verifier: the same target at a speed of its own, behind a round trip."""
 
     origin = Origin.CLOUD
 
@@ -242,6 +244,7 @@ class _Bench:
         self._plan = plan
         self._setup = setup
         self._curve = CostCurve(tuple(plan.curve))
+        self._cloud_curve = CostCurve(tuple(seconds / plan.cloud_speed for seconds in plan.curve))
         self._time = DeviceTime()
         self._phone = SimulatedPhone(plan.profile, time_scale=plan.time_scale, clock=self._time.now)
         self._sampler = DeviceSampler(SimulatedSensors(self._phone), clock=self._now)
@@ -267,7 +270,7 @@ class _Bench:
             return None
         link = NO_LINK
         if self._setup is Setup.CLOUD:
-            link = LinkState(True, True, self._plan.rtt_s, tuple(self._plan.curve))
+            link = LinkState(True, True, self._plan.rtt_s, self._cloud_curve.values)
         return PolicyEngine(
             CostModel(self._plan.curve),
             self._plan.thresholds,
@@ -286,7 +289,7 @@ class _Bench:
         controller = policy.open(request) if policy else FixedController(UNMANAGED_GAMMA)
         async with self._target.slot(prompt) as here, self._target.slot(prompt) as there:
             local: Verifier = LocalVerifier(TimedLM(here, self._curve, self._time, self._phone), thread)
-            cloud = LocalVerifier(TimedLM(there, self._curve, self._time, None), thread)
+            cloud = LocalVerifier(TimedLM(there, self._cloud_curve, self._time, None), thread)
             remote: Verifier = CloudOfOwn(cloud, self._time, self._phone, plan.rtt_s)
             yield Session(
                 request,

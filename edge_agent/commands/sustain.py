@@ -36,6 +36,10 @@ def sustain(
         float, typer.Option(min=1.0, max=100.0, help="how many times as fast the device heats as the model decodes")
     ] = 10.0,
     rtt_ms: Annotated[float, typer.Option(min=0.0, max=5000.0, help="round trip to the simulated cloud")] = 40.0,
+    cloud_speed: Annotated[
+        float,
+        typer.Option(min=0.1, max=100.0, help="passes of the simulated cloud over the device's own at full clock"),
+    ] = 1.5,
     plot: Annotated[Path | None, typer.Option(help="also draw a picture", metavar="FILE")] = None,
     preset: Annotated[Preset | None, typer.Option(help="pair of models; only the target is used")] = None,
     target: Annotated[str | None, typer.Option(help="model that answers")] = None,
@@ -53,7 +57,7 @@ def sustain(
         check_plot_path(plot)
     flags = {"preset": preset, "target": target, "config": config, "cache_dir": cache_dir, "threads": threads}
     settings = load_settings({**flags, "draft": "none"})
-    plan, runs = asyncio.run(_simulated(settings, profile, minutes, time_scale, rtt_ms / 1e3))
+    plan, runs = asyncio.run(_simulated(settings, profile, minutes, time_scale, rtt_ms / 1e3, cloud_speed))
     console = Console()
     console.print(summary_table(runs, plan))
     console.print(minute_table(runs))
@@ -65,7 +69,7 @@ def sustain(
 
 
 async def _simulated(
-    settings: EdgeSettings, profile: str, minutes: float, time_scale: float, rtt_s: float
+    settings: EdgeSettings, profile: str, minutes: float, time_scale: float, rtt_s: float, cloud_speed: float
 ) -> tuple[SustainPlan, list[SustainRun]]:
     from edge_agent.device import Device
     from edge_agent.loading import load_engine
@@ -91,6 +95,7 @@ async def _simulated(
             minutes=minutes,
             time_scale=time_scale,
             rtt_s=rtt_s,
+            cloud_speed=cloud_speed,
         )
         return plan, await run_all(engine.target, plan)
     finally:
