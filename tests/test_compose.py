@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic_settings import BaseSettings
 
 from cloud_service.config import CloudSettings
 from cloud_service.server import LAST_BYTES_S as CLOUD_LAST_BYTES_S
@@ -50,7 +51,7 @@ def services(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def example() -> dict[str, str]:
     lines = (ROOT / ".env.example").read_text(encoding="utf-8").splitlines()
-    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))  # type: ignore[misc]
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
 def variables(text: str) -> Iterator[tuple[str, str]]:
@@ -115,7 +116,12 @@ def test_the_stop_grace_is_longer_than_the_services_own(services: dict[str, dict
 
 
 def test_the_services_variables_are_settings(services: dict[str, dict[str, Any]]) -> None:
-    known = {"edge": EdgeSettings, "edge-alone": EdgeSettings, "cloud": CloudSettings, "cloud-replica": CloudSettings}
+    known: dict[str, type[BaseSettings]] = {
+        "edge": EdgeSettings,
+        "edge-alone": EdgeSettings,
+        "cloud": CloudSettings,
+        "cloud-replica": CloudSettings,
+    }
     for name, model in known.items():
         for variable in services[name]["environment"]:
             assert variable.removeprefix("SOUSCHEF_").lower() in model.model_fields, variable
@@ -151,7 +157,7 @@ def test_make_env_fills_each_key_with_another_one_and_keeps_what_is_there(tmp_pa
     first = made.read_text(encoding="utf-8")
     again = subprocess.run(["sh", script], capture_output=True)
 
-    settings = dict(line.split("=", 1) for line in first.splitlines() if line and not line.startswith("#"))  # type: ignore[misc]
+    settings = dict(line.split("=", 1) for line in first.splitlines() if line and not line.startswith("#"))
     keys = [settings[key] for key in KEYS]
     assert all(re.fullmatch(r"[0-9a-f]{48}", key) for key in keys)
     assert len(set(keys)) == len(keys)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -285,9 +287,21 @@ def test_an_idle_stack_rests(client: Client, stack: Stack) -> None:
 
 
 def test_a_stop_lets_a_stream_end(client: Client, stack: Stack) -> None:
-    stream = client.stream(LONG, "only_device", lambda: stack.compose("stop", "edge"))
+    seen: set[int] = set()
+
+    def stop() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            stopped = pool.submit(stack.compose, "stop", "edge")
+            while not stopped.done():
+                with contextlib.suppress(httpx.TransportError):
+                    seen.add(client.http.get("/ready").status_code)
+                time.sleep(0.1)
+            stopped.result()
+
+    stream = client.stream(LONG, "only_device", stop)
 
     assert_whole(stream, LONG)
+    assert 503 in seen
     (container,) = stack.engine.docker("ps", "--all", "--quiet", "--filter", "name=souschef_edge").split()
     assert stack.engine.inspect(container)["State"]["ExitCode"] == 0
     stack.compose("up", "--detach", "--no-build", "edge")
@@ -300,30 +314,58 @@ def test_the_services_refuse_a_public_address_without_a_key(stack: Stack) -> Non
             stack.engine.docker("run", "--rm", "--env", "SOUSCHEF_HOST=0.0.0.0", image)
 
 
-def test_replicas_behind_nginx_share_the_sessions(engine: Engine, stack: Stack, smollm2_directory: Path) -> None:
+ROUNDS_BY_HAND = """
+import json, sys, urllib.request
+
+def post(session, number):
+    opening = {"tokens": list(range(1000, 1020)), "prompt_len": 20}
+    message = {"protocol": 1, "session_id": session, "round": 0, "draft_tokens": [7], "opening": opening}
+    headers = {"Authorization": "Bearer between", "Content-Type": "application/json", "X-Session": session}
+    request = urllib.request.Request("http://cloud:8090/v1/verify", json.dumps(message).encode(), headers)
+    return urllib.request.urlopen(request, timeout=30).status
+
+first, last = int(sys.argv[1]), int(sys.argv[2])
+print({post(f"by-hand-{number:04}", number) for number in range(first, last)})
+"""
+"""Sends one round of each session through nginx."""
+
+
+def test_replicas_behind_nginx_keep_their_sessions(engine: Engine, stack: Stack, smollm2_directory: Path) -> None:
     services = ("edge", "gateway", "cloud-replica", "redis")
     scaled = Stack(engine, "scaled", settings("scale"))
     try:
         bring_up(scaled, services, smollm2_directory)
+        replicas = scaled.containers("cloud-replica")
+        (edge,) = scaled.containers("edge")
+
+        def rounds(first: int, last: int) -> str:
+            return engine.docker("exec", edge, "python3", "-c", ROUNDS_BY_HAND, str(first), str(last)).strip()
+
+        for _ in range(3):
+            assert rounds(0, 30) == "{200}"
+        counted = [metrics(scaled, replica) for replica in replicas]
+
+        # The second and third time each session found the replica that had its first reply.
+        assert sum(one["souschef_cloud_replays_total"] for one in counted) == 60
+        assert all(one["souschef_cloud_replays_total"] > 0 for one in counted)
+
+        engine.docker("kill", replicas[0])
+        assert rounds(0, 60) == "{200}"
+
         client = Client(scaled)
         client.push(COOL)
         client.wait_for_cloud()
-        for _ in range(12):
-            client.chat(6, "only_cloud")
-        replicas = scaled.containers("cloud-replica")
-        served = [requests_served(scaled, replica) for replica in replicas]
-
-        assert len(replicas) == 2
-        assert all(served), served
+        assert client.chat(12, "only_cloud")["souschef"]["tokens_by_origin"]["cloud"] == 12
     finally:
         scaled.compose("down", "--volumes", "--timeout", "5")
 
 
-def requests_served(stack: Stack, replica: str) -> float:
+def metrics(stack: Stack, replica: str) -> dict[str, float]:
+    """A cloud service's metrics that have no labels."""
     code = (
         "import urllib.request as u; r = u.Request('http://127.0.0.1:8090/metrics');"
         "r.add_header('Authorization', 'Bearer between'); print(u.urlopen(r).read().decode())"
     )
     text = stack.engine.docker("exec", replica, "python3", "-c", code)
-    names = ("souschef_cloud_generated_tokens_total", "souschef_cloud_verify_requests_total")
-    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(names))
+    lines = [line.split() for line in text.splitlines() if not line.startswith("#") and "{" not in line]
+    return {name: float(value) for name, value in lines}
