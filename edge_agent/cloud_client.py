@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import httpx
-import stamina
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from edge_agent.circuit_breaker import CircuitBreaker, CircuitState
@@ -42,10 +42,10 @@ from shared.sse import SseOverflowError, SseParser
 logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply", bound=BaseModel)
+Result = TypeVar("Result")
 
 SMOOTHING = 0.2
 """Weight of a new round-trip time in the running mean."""
-VERIFY_ATTEMPTS = 2
 MAX_REPLY_BYTES = 1 << 20
 
 
@@ -86,6 +86,7 @@ class CloudClient:
     ) -> None:
         """Raises `ConfigError` when the URL or the CA file can't be used."""
         self.traffic = Traffic()
+        self.on_rtt: Callable[[float], None] = lambda rtt_s: None
         self.timeouts = timeouts or CloudTimeouts()
         self.service: HandshakeReply | None = None
         self._hello = HandshakeRequest(tokenizer_fingerprint=tokenizer_fingerprint, vocab_size=vocab_size)
@@ -137,13 +138,20 @@ class CloudClient:
             TokenizerMismatchError: it doesn't; it stays unused.
             CloudError: it did not answer as it should.
         """
-        self.service = None
-        with self._breaker.call():
-            status, content = await self._send("POST", "/v1/handshake", self._hello.encode(), self.timeouts.read_s)
-            if status == 409:
-                raise TokenizerMismatchError(f"{_error_message(content)}; requests stay on this device")
-            _raise_for_status(status, content)
-            self.service = _parse(content, HandshakeReply)
+        started = self._clock()
+        try:
+            with self._breaker.call():
+                status, content = await self._send("POST", "/v1/handshake", self._hello.encode(), self.timeouts.read_s)
+                if status == 409:
+                    raise TokenizerMismatchError(f"{_error_message(content)}; requests stay on this device")
+                _raise_for_status(status, content)
+                # Until now the link counted as it was: a greeting in mid-answer must not look like a failure.
+                self.service = _parse(content, HandshakeReply)
+        except (CloudError, TokenizerMismatchError):
+            self.service = None
+            raise
+        if self._rtt_s is None:
+            self._measured(self._clock() - started)
         return self.service
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:
@@ -188,22 +196,25 @@ class CloudClient:
         await self._http.aclose()
 
     async def _forget(self, session_id: str) -> None:
-        try:
+        async def attempt() -> None:
             with self._breaker.call():
                 await self._send("DELETE", f"/v1/sessions/{session_id}", b"", self.timeouts.forget_s, session_id)
+
+        try:
+            await retried(attempt)
         except CloudError:
             logger.debug("a session could not be ended")
 
     async def _verify(self, request: VerifyRequest, read_s: float) -> VerifyReply:
         body = request.encode()
-        async for attempt in stamina.retry_context(
-            on=is_broken_connection, attempts=VERIFY_ATTEMPTS, wait_initial=0.05, wait_max=0.5, wait_jitter=0.1
-        ):
-            with attempt, self._breaker.call():
+
+        async def attempt() -> VerifyReply:
+            with self._breaker.call():
                 status, content = await self._send("POST", "/v1/verify", body, read_s, request.session_id)
                 _raise_for_status(status, content)
-                reply = _parse(content, VerifyReply)
-        return reply
+                return _parse(content, VerifyReply)
+
+        return await retried(attempt)
 
     async def _send(
         self, method: str, path: str, body: bytes, read_s: float, session_id: str | None = None
@@ -247,6 +258,7 @@ class CloudClient:
 
     def _measured(self, rtt_s: float) -> None:
         rtt_s = max(rtt_s, 0.0)
+        self.on_rtt(rtt_s)
         self._rtt_s = rtt_s if self._rtt_s is None else self._rtt_s + SMOOTHING * (rtt_s - self._rtt_s)
 
     def _count(self, request: httpx.Request, response: httpx.Response, body: int) -> None:
@@ -260,7 +272,7 @@ def _http_client(
 ) -> httpx.AsyncClient:
     try:
         base_url = httpx.URL(url)
-        context = ssl.create_default_context(cafile=ca_file)
+        context = ssl.create_default_context(cafile=ca_file) if base_url.scheme == "https" else False
     except (httpx.InvalidURL, OSError) as error:
         raise ConfigError(f"cloud_url or its CA file can't be used: {error}") from error
     if base_url.scheme not in ("http", "https") or not base_url.host:
@@ -300,7 +312,19 @@ async def _read_limited(response: httpx.Response) -> bytes:
     return bytes(content)
 
 
-def is_broken_connection(error: Exception) -> bool:
+async def retried(work: Callable[[], Awaitable[Result]], attempts: int = 2, first_wait_s: float = 0.1) -> Result:
+    """Do work that may be repeated; a connection that broke is tried again after a wait that doubles, with jitter."""
+    for attempt in range(attempts - 1):
+        try:
+            return await work()
+        except CloudUnavailableError as error:
+            if not _is_broken_connection(error):
+                raise
+        await asyncio.sleep(first_wait_s * 2**attempt * random.uniform(0.5, 1.5))
+    return await work()
+
+
+def _is_broken_connection(error: Exception) -> bool:
     """Worth another try at once: a service that is slow or says that it is busy is not."""
     return isinstance(error.__cause__, httpx.NetworkError | httpx.RemoteProtocolError)
 

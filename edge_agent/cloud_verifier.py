@@ -6,9 +6,7 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 
-import stamina
-
-from edge_agent.cloud_client import CloudClient, is_broken_connection
+from edge_agent.cloud_client import CloudClient, retried
 from edge_agent.draft_ahead import DraftAhead
 from edge_agent.request import GenerationRequest
 from edge_agent.round import Origin
@@ -112,11 +110,7 @@ class CloudGenerator:
         """The next token. There is no draft to judge."""
         if draft.tokens:
             raise ValueError("a round that the cloud generates has no draft")
-        async for attempt in stamina.retry_context(
-            on=is_broken_connection, attempts=STREAM_ATTEMPTS, wait_initial=0.1, wait_max=1.0, wait_jitter=0.1
-        ):
-            with attempt:
-                frame = await self._next(tokens)
+        frame = await retried(lambda: self._next(tokens), STREAM_ATTEMPTS)
         if frame.position != len(tokens):
             await self._hang_up()
             raise CloudProtocolError(f"a token for position {frame.position} instead of {len(tokens)}")
