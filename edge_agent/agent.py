@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from edge_agent.cloud_client import CloudClient
+from edge_agent.cloud_link import CloudLink, CloudService, NoCloud
 from edge_agent.config import EdgeSettings
 from edge_agent.device import Device
 from edge_agent.engine import Engine
@@ -76,13 +78,20 @@ async def open_agent(settings: EdgeSettings, load_engine: EngineLoader) -> Async
     """
     scheduler = Scheduler(settings.max_running, settings.max_waiting)
     device = Device(settings.sensors)
-    senses = Senses(device=device.sampler.state, load=lambda: EngineLoad(scheduler.num_running, scheduler.num_waiting))
+    cloud: CloudLink = NoCloud()
+    senses = Senses(
+        device=device.sampler.state,
+        link=lambda: cloud.state,
+        load=lambda: EngineLoad(scheduler.num_running, scheduler.num_waiting),
+    )
     engine = await load_engine(device, senses)
     heartbeat = Heartbeat(engine.thread)
     sampling = asyncio.create_task(device.sampler.run())
     try:
         metrics = EdgeMetrics()
         metrics.watch(scheduler, device.sampler, engine)
+        if settings.cloud_url is not None:
+            cloud = engine.cloud = open_cloud(settings, settings.cloud_url, engine, metrics)
         metrics.model_info.info(
             {"target": engine.model_name, "draft": settings.draft, "fingerprint": engine.system_fingerprint}
         )
@@ -93,3 +102,20 @@ async def open_agent(settings: EdgeSettings, load_engine: EngineLoader) -> Async
         await asyncio.wait({sampling})
         await heartbeat.stop()
         await engine.close()
+
+
+def open_cloud(settings: EdgeSettings, url: str, engine: Engine, metrics: EdgeMetrics) -> CloudLink:
+    """The way to the cloud verifier that the settings name.
+
+    Raises:
+        ConfigError: the URL or the CA file can't be used.
+    """
+    client = CloudClient(
+        url,
+        engine.tokenizer.fingerprint,
+        engine.tokenizer.vocab_size,
+        api_key=settings.cloud_api_key,
+        ca_file=settings.cloud_ca_file,
+    )
+    metrics.watch_cloud(client)
+    return CloudService(client)

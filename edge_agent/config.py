@@ -87,6 +87,7 @@ class EdgeSettings(BaseSettings):
 
     cloud_url: str | None = Field(None, description="cloud verifier to hand over to")
     cloud_api_key: SecretStr | None = Field(None, description="bearer key for it")
+    cloud_ca_file: Path | None = Field(None, description="certificate authority to trust for it, besides the system's")
     sensors: str = Field("auto", min_length=1, description="auto, push, simulated:PROFILE or replay:FILE")
     policy: str = Field("auto", min_length=1, description="auto, phone, board or server")
     objective: Objective | None = Field(None, description="what the policy minimises; the policy's own by default")

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from edge_agent.cloud_link import CloudLink, NoCloud
 from edge_agent.controller import RoundPolicy
 from edge_agent.decision import Mode
+from edge_agent.draft_ahead import DraftAhead
 from edge_agent.drafters import ChainDrafter, Drafter, ModelDrafter, NgramDrafter, PredictionDrafter
 from edge_agent.request import GenerationRequest
 from edge_agent.session import Session
@@ -67,6 +69,7 @@ class Engine:
         self.system_fingerprint = system_fingerprint
         self.created = int(time.time())
         self.policy = policy
+        self.cloud: CloudLink = NoCloud()
 
     @property
     def model_name(self) -> str:
@@ -93,17 +96,32 @@ class Engine:
         """A session with caches of its own for as long as the block lasts."""
         async with AsyncExitStack() as stack:
             target_lm = await stack.enter_async_context(self.target.slot(request.prompt))
-            verifier = LocalVerifier(target_lm, self.thread, request.num_top_logprobs)
-            drafters: list[Drafter] = [NgramDrafter()]
+            lookups: list[Drafter] = [NgramDrafter()]
             if request.prediction:
-                drafters.insert(0, PredictionDrafter(request.prediction, len(request.prompt)))
+                lookups.insert(0, PredictionDrafter(request.prediction, len(request.prompt)))
+            models: list[Drafter] = []
+            cloud_model = ModelDrafter(target_lm, self.thread)
             if self.draft is not None:
-                draft_lm = await stack.enter_async_context(self.draft.slot(request.prompt))
-                drafters.append(ModelDrafter(draft_lm, self.thread))
-            verifiers: dict[Mode, Verifier] = {Mode.LOCAL_DIRECT: verifier, Mode.LOCAL_SPECULATIVE: verifier}
+                cloud_model = ModelDrafter(
+                    await stack.enter_async_context(self.draft.slot(request.prompt)), self.thread
+                )
+                models.append(cloud_model)
+            ahead = DraftAhead(cloud_model)
+            verifier = LocalVerifier(target_lm, self.thread, request.num_top_logprobs)
+            verifiers: dict[Mode, Verifier] = {
+                Mode.LOCAL_DIRECT: verifier,
+                Mode.LOCAL_SPECULATIVE: verifier,
+                **await self.cloud.open(request, ahead),
+            }
             controller = self.policy.open(request)
-            drafter = ChainDrafter(drafters, controller.draft_limit)
-            yield Session(request, controller, drafter, verifiers, self.context_length)
+            yield Session(
+                request,
+                controller,
+                ChainDrafter([*lookups, *models], controller.draft_limit),
+                verifiers,
+                self.context_length,
+                cloud_drafter=ChainDrafter([*lookups, ahead], controller.draft_limit),
+            )
 
     def forget_prompts(self) -> None:
         """Drop what free caches hold, so that answers that are compared begin alike."""
@@ -112,5 +130,6 @@ class Engine:
                 model.slots.forget()
 
     async def close(self) -> None:
-        """Let the running job end and stop the thread."""
+        """Hang up, let the running job end and stop the thread."""
+        await self.cloud.close()
         self.thread.stop()

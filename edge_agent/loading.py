@@ -11,6 +11,7 @@ from edge_agent.calibration import measure_curve
 from edge_agent.config import EdgeSettings
 from edge_agent.cost_model import CostModel
 from edge_agent.device import Device
+from edge_agent.drafters import ModelDrafter, NgramDrafter, PredictionDrafter
 from edge_agent.engine import Engine, LocalModel
 from edge_agent.policy_controller import PolicyEngine, Senses
 from edge_agent.thresholds import PRESETS, Preset, Thresholds, choose_preset
@@ -27,6 +28,7 @@ from shared.tokenizer import Tokenizer
 
 DRAFT_POSITIONS = (1, 2)
 """A draft model draws one token a pass; it is fed two after every round that was accepted whole."""
+LOOKUP_DRAFTERS = (PredictionDrafter.name, NgramDrafter.name)
 ARM = ("aarch64", "arm64", "armv7l")
 
 
@@ -48,14 +50,16 @@ async def load_engine(settings: EdgeSettings, device: Device, senses: Senses, pr
     thread = device.new_thread()
     try:
         target, curve = await thread.run(_load, settings, settings.target, "target", target_path, progress)
-        draft, draft_cost = None, {}
+        draft, draft_cost = None, curve[0]
         if draft_path is not None:
             draft, draft_curve = await thread.run(_load, settings, settings.draft, "draft", draft_path, progress)
-            draft_cost = {"model": draft_curve[0]}
+            draft_cost = draft_curve[0]
         policy = PolicyEngine(
-            CostModel(curve, draft_cost),
+            CostModel(curve, {ModelDrafter.name: draft_cost}),
             _thresholds(settings, preset),
-            drafters=("prediction", "ngram", *draft_cost),
+            drafters=(*LOOKUP_DRAFTERS, ModelDrafter.name) if draft is not None else LOOKUP_DRAFTERS,
+            # Without a draft model the device's target drafts for the cloud's larger one.
+            cloud_drafters=(*LOOKUP_DRAFTERS, ModelDrafter.name),
             senses=senses,
             meter=device.new_meter(preset),
         )

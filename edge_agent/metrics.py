@@ -9,6 +9,8 @@ from enum import StrEnum
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import generate_latest
 
+from edge_agent.circuit_breaker import CircuitState
+from edge_agent.cloud_client import CloudClient, Traffic
 from edge_agent.decision import Decision, Reason
 from edge_agent.energy import EnergyUse
 from edge_agent.engine import Engine
@@ -26,6 +28,8 @@ OTHER = "other"
 NO_MODE = "none"
 """Mode of a request that ended before its first round."""
 MAX_POSITION = 16
+
+CIRCUIT_CODES = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
 
 LATENCY_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
@@ -88,6 +92,8 @@ class EdgeMetrics:
         self.model_info = Info(f"{PREFIX}_model", "The models that are loaded.", registry=self.registry)
         for origin in Origin:
             self.tokens.labels(origin)
+        self._traffic = Traffic()
+        self._counted = {"sent": 0, "received": 0}
 
     def watch(self, scheduler: Scheduler, sampler: DeviceSampler, engine: Engine) -> None:
         """Read the gauges where they are known, at each scrape."""
@@ -99,6 +105,12 @@ class EdgeMetrics:
         self.headroom.set_function(lambda: _known(sampler.state().headroom))
         self.sensor_age.set_function(lambda: _known(sampler.state().age_s))
         self.kv_cache_tokens.set_function(lambda: engine.num_cached_tokens)
+
+    def watch_cloud(self, client: CloudClient) -> None:
+        """Read the link's gauges at each scrape, and take in its round trips as they come."""
+        self._traffic = client.traffic
+        self.circuit_state.set_function(lambda: CIRCUIT_CODES[client.circuit_state])
+        client.on_rtt = lambda rtt_s: observe(self.cloud_rtt, rtt_s)
 
     def count_round(self, piece: Piece, previous: Decision | None) -> None:
         """Count one round and what it added to the answer."""
@@ -140,6 +152,9 @@ class EdgeMetrics:
 
     def render(self) -> bytes:
         """All of it in Prometheus' text format."""
+        for direction, total in (("sent", self._traffic.sent), ("received", self._traffic.received)):
+            self.cloud_bytes.labels(direction).inc(total - self._counted[direction])
+            self._counted[direction] = total
         return generate_latest(self.registry)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:

@@ -70,14 +70,18 @@ class PolicyEngine:
         thresholds: Thresholds,
         *,
         drafters: Sequence[str] = ("prediction", "ngram"),
+        cloud_drafters: Sequence[str] | None = None,
         senses: Senses | None = None,
         meter: EnergyMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """drafters: the names of those that sessions use; the costly ones need a cost in `costs`."""
+        """drafters: the names of those that sessions use; the costly ones need a cost in `costs`. cloud_drafters: those
+        that draft for the cloud, where the device's own target can draft too; the same by default.
+        """
         self.costs = costs
         self.thresholds = thresholds
         self.drafters = tuple(drafters)
+        self.cloud_drafters = self.drafters if cloud_drafters is None else tuple(cloud_drafters)
         self.senses = senses or Senses()
         self.energy = EnergyAccount(meter or CpuTimeMeter(4.0))
         self.joules = CostModel(costs.curve.values)
@@ -288,7 +292,7 @@ class PolicyController:
         curve = CostCurve(tuple(trip + cost for cost in link.verify_cost_s))
         costs = self._engine.costs
         best = Choice(0, 0.0, 1.0, curve.at(1))
-        for name in self._engine.drafters:
+        for name in self._engine.cloud_drafters:
             rates = self._advisor.window.typical_rates(name, link.gamma_limit, EXPECTED_RATES.get(name, 0.5))
             choice = best_length(rates, curve, value=curve.at(1), draft_cost=costs.draft_cost(name))
             best = max(best, choice, key=lambda candidate: candidate.gain)

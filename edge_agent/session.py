@@ -28,11 +28,15 @@ class Session:
         drafter: Drafter,
         verifiers: Mapping[Mode, Verifier],
         context_length: int,
+        *,
+        cloud_drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """cloud_drafter: drafts for the cloud's larger target; `drafter` by default."""
         self.request = request
         self.controller = controller
         self._drafter = drafter
+        self._cloud_drafter = cloud_drafter or drafter
         self._verifiers = verifiers
         self._context_length = context_length
         self._clock = clock
@@ -77,6 +81,7 @@ class Session:
                     await asyncio.sleep(decision.pace_s * len(round.tokens) - round.draft_s - round.verify_s)
         finally:
             self._drafter.close()
+            self._cloud_drafter.close()
             if verifier is not None:
                 await verifier.release(self._tokens)
 
@@ -106,7 +111,8 @@ class Session:
         gamma = min(decision.gamma, state.num_left - 1, state.context_left - 1)
         if gamma <= 0:
             return Draft()
-        draft = await self._drafter.propose(self._tokens, gamma, self._sampler)
+        drafter = self._cloud_drafter if decision.mode is Mode.CLOUD_VERIFY else self._drafter
+        draft = await drafter.propose(self._tokens, gamma, self._sampler)
         return _head(draft, self.controller.trim(state, draft))
 
     def _commit(
