@@ -65,8 +65,7 @@ def bad_request(errors: Sequence[Mapping[str, Any]]) -> BadRequestError:
         return BadRequestError(
             "the body must be a JSON object, sent as Content-Type: application/json", code="invalid_body"
         )
-    message = str(first["msg"]).removeprefix("Value error, ")
-    return BadRequestError(f"{param}: {message[:1].lower()}{message[1:]}", param=param, code="invalid_value")
+    return BadRequestError(f"{param}: {http.what_is_allowed(first)}", param=param, code="invalid_value")
 
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:

@@ -81,7 +81,15 @@ def bad_request(errors: Sequence[Mapping[str, Any]]) -> BadRequestError:
     param = ".".join(str(part) for part in first["loc"] if part != "body")[:MAX_NAME_LENGTH] or None
     if first["type"] == "json_invalid" or param is None:
         return BadRequestError("the body must be a JSON object", code="invalid_json")
-    return BadRequestError(f"{param}: {first['msg']}", param=param, code="invalid_value")
+    return BadRequestError(f"{param}: {what_is_allowed(first)}", param=param, code="invalid_value")
+
+
+def what_is_allowed(error: Mapping[str, Any]) -> str:
+    """A validation error's message. pydantic repeats what came in one of them: a union's unknown tag."""
+    if error["type"] == "union_tag_invalid":
+        return f"{error['ctx']['discriminator'].strip(chr(39))} must be one of {error['ctx']['expected_tags']}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
 
 
 def install_error_handlers(app: FastAPI) -> None:

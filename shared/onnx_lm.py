@@ -7,14 +7,10 @@ rewinding is nothing but a smaller length.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-# Since 1.29 ONNX Runtime reports home on Linux unless this is set before it is first imported.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import numpy as np
 import onnxruntime as ort

@@ -6,9 +6,9 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from typing import Any
 
-import onnxruntime
 from rich.table import Table
 from typing_extensions import TypedDict
 
@@ -67,7 +67,7 @@ def conditions(
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.system()} {platform.machine()}",
         "cores": usable_cpus(),
-        "onnxruntime": onnxruntime.__version__,
+        "onnxruntime": metadata.version("onnxruntime"),
         "model": engine.model_name,
         "target_weight_bytes": engine.target.weight_bytes,
         "draft": engine.draft.name if engine.draft else None,
