@@ -18,8 +18,7 @@ class DemoRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
     prompt: Annotated[Text, Field(min_length=1, max_length=20_000)]
-    max_tokens: Annotated[int, Field(ge=1, le=1024)] = 64
-    min_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
+    max_tokens: Annotated[int, Field(ge=1, le=4096)] = 64
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     speculation: Literal["auto", "on"] = "auto"
@@ -32,7 +31,6 @@ class DemoRequest(BaseModel):
             {
                 "messages": [{"role": "user", "content": self.prompt}],
                 "max_tokens": self.max_tokens,
-                "min_tokens": self.min_tokens,
                 "temperature": self.temperature,
                 "seed": self.seed,
                 "logprobs": True,

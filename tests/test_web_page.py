@@ -181,8 +181,7 @@ def quick_policy(url: str) -> None:
 def start_long_answer(page: Page) -> None:
     """An answer that has begun, with drafts; the phone is cool."""
     page.click("#preset_cool")
-    page.select_option("#device-length", "1024")
-    page.fill("#device-prompt", "Write the numbers from one to five hundred.")
+    page.select_option("#device-length", "1900")
     page.click("#device-start")
     wait_for_mode(page, "local_speculative")
 

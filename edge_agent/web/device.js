@@ -102,11 +102,9 @@ export class Device {
     $("device-empty").hidden = true;
     $("device-run").hidden = false;
     $("device-answer").replaceChildren();
-    const length = Number($("device-length").value);
     const body = {
       prompt: $("device-prompt").value,
-      max_tokens: length,
-      min_tokens: length,
+      max_tokens: Number($("device-length").value),
       privacy: $("device-private").checked ? "on_device" : "standard",
     };
     this.abort = new AbortController();
