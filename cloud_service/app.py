@@ -92,6 +92,7 @@ class Service:
             self.batcher,
             SlotPool(model.decoder.new_cache, num_slots),
             self.meter,
+            self.metrics.busy_seconds.inc,
         )
         self.admission = Admission(
             max_running,

@@ -57,11 +57,11 @@ class Batcher(Generic[LM]):
         thread: InferenceThread,
         max_batch: int,
         linger_s: float = 0.002,
-        on_batch: Callable[[int, float], None] = lambda size, queue_s: None,
+        on_batch: Callable[[int, float, float], None] = lambda size, queue_s, busy_s: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """linger_s: how long a step waits for those that usually come with it. on_batch: told each batch's size and
-        its steps' mean wait in seconds."""
+        """linger_s: how long a step waits for those that usually come with it. on_batch: told each batch's size, its
+        steps' mean wait and the time of its pass, in seconds."""
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self._decoder = decoder
@@ -143,9 +143,10 @@ class Batcher(Generic[LM]):
 
     def _decode(self, steps: list[_Step[LM]]) -> list[Any]:
         """On the inference thread: one pass, then each step's own choice; one that fails takes no other with it."""
-        now = self._clock()
-        self._on_batch(len(steps), sum(now - step.asked_at for step in steps) / len(steps))
+        started = self._clock()
         logits = self._decoder.decode_batch([step.cache for step in steps], [step.token for step in steps])
+        waited_s = sum(started - step.asked_at for step in steps) / len(steps)
+        self._on_batch(len(steps), waited_s, self._clock() - started)
         return [_outcome(step.choose, row) for step, row in zip(steps, logits, strict=True)]
 
 

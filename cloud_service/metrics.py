@@ -35,7 +35,8 @@ class CloudMetrics:
         sessions = Gauge("souschef_cloud_sessions", "Sessions held", registry=self.registry)
         sessions.set_function(num_sessions)
 
-    def batch_ran(self, size: int, queue_s: float) -> None:
+    def batch_ran(self, size: int, queue_s: float, busy_s: float) -> None:
         """One batch of decode steps."""
+        self.busy_seconds.inc(busy_s)
         self.batch_size.observe(size)
         self.queue_time.observe(queue_s)

@@ -36,8 +36,10 @@ class Target:
         batcher: Batcher[Any],
         slots: SlotPool[CausalLM],
         meter: LoadMeter,
+        on_busy: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """on_busy: told the seconds of every pass that isn't the batcher's."""
         self.name = name
         self.tokenizer_fingerprint = tokenizer_fingerprint
         self.thread = thread
@@ -45,6 +47,7 @@ class Target:
         self._decoder = decoder
         self._batcher = batcher
         self._slots = slots
+        self._on_busy = on_busy
         self._clock = clock
 
     @property
@@ -101,7 +104,7 @@ class Target:
         lm.truncate(min(len(lm.tokens), len(tokens) - 1))
         while len(tokens) - len(lm.tokens) > PREFILL_CHUNK:
             start = len(lm.tokens)
-            await self.thread.run(lm.forward, tokens[start : start + PREFILL_CHUNK], 0)
+            await self.thread.run(self._forward, lm, tokens[start : start + PREFILL_CHUNK], 0)
 
         def decide(logits: Logits) -> Verdict:
             return judge(logits, draft, sampler, len(tokens), num_top_logprobs=num_top_logprobs)
@@ -120,9 +123,15 @@ class Target:
         asked_at: float,
     ) -> Verdict:
         self.meter.queued((self._clock() - asked_at) * 1e3)
-        verdict = decide(lm.forward([*tokens[len(lm.tokens) :], *draft.tokens], len(draft) + 1))
+        verdict = decide(self._forward(lm, [*tokens[len(lm.tokens) :], *draft.tokens], len(draft) + 1))
         lm.truncate(len(tokens) + verdict.accepted)
         return verdict
+
+    def _forward(self, lm: CausalLM, tokens: Sequence[int], num_logits: int) -> Logits:
+        started = self._clock()
+        logits = lm.forward(tokens, num_logits)
+        self._on_busy(self._clock() - started)
+        return logits
 
 
 def measure_cost_ms(lm: CausalLM, max_positions: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
