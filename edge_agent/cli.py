@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from edge_agent.commands.bench import bench
+from edge_agent.commands.calibrate import calibrate
 from edge_agent.commands.simulate import simulate
+from edge_agent.commands.sustain import sustain
 from edge_agent.config import EdgeSettings, Preset, load_settings
 
 app = typer.Typer(
@@ -104,25 +106,9 @@ def chat(
     chat_with_engine(_settings(config, preset, target, draft, context_length, threads, cache_dir), options)
 
 
-@app.command(epilog="Example: edge-agent calibrate --preset laptop.")
-def calibrate(
-    config: Config = None,
-    preset: PresetOption = None,
-    target: Target = None,
-    draft: Draft = None,
-    context_length: ContextLength = None,
-    threads: Threads = None,
-    cache_dir: CacheDir = None,
-) -> None:
-    """Measure what a pass over m positions costs on this machine: the curve that every decision rests on."""
-    settings = _settings(config, preset, target, draft, context_length, threads, cache_dir)
-
-    from edge_agent.calibrate import print_calibration
-
-    print_calibration(settings)
-
-
+app.command(epilog="Example: edge-agent calibrate --preset laptop.")(calibrate)
 app.command(epilog="Example: edge-agent bench --preset tiny --repeats 5 --report bench.html.")(bench)
+app.command(epilog="Example: edge-agent sustain --minutes 10 --profile phone --plot sustain.png.")(sustain)
 app.command(epilog="Example: edge-agent simulate --curve policy.json --plot speedup.svg.")(simulate)
 
 
