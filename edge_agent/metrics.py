@@ -15,6 +15,7 @@ from edge_agent.decision import Decision, Reason
 from edge_agent.energy import EnergyUse
 from edge_agent.engine import Engine
 from edge_agent.piece import Piece
+from edge_agent.policy_controller import PolicyEngine
 from edge_agent.report import Tally
 from edge_agent.round import Origin
 from edge_agent.scheduler import Scheduler
@@ -105,6 +106,9 @@ class EdgeMetrics:
         self.headroom.set_function(lambda: _known(sampler.state().headroom))
         self.sensor_age.set_function(lambda: _known(sampler.state().age_s))
         self.kv_cache_tokens.set_function(lambda: engine.num_cached_tokens)
+        policy = engine.policy
+        if isinstance(policy, PolicyEngine):
+            self.speedup.set_function(lambda: policy.speedup)
 
     def watch_cloud(self, client: CloudClient) -> None:
         """Read the link's gauges at each scrape, and take in its round trips as they come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -91,6 +92,8 @@ class PolicyEngine:
         self.memory = PolicyMemory()
         self.decisions: deque[NotedDecision] = deque(maxlen=DECISIONS_KEPT)
         self.typical_length = FIRST_GUESS_OF_LENGTH
+        self.speedup = math.nan
+        """Of the latest round on the device: expected direct time over time with drafts. NaN before the first."""
         self._measured_joules = False
 
     def open(self, request: GenerationRequest) -> PolicyController:
@@ -227,6 +230,7 @@ class PolicyController:
             verify_cost, draft_cost = self._relative_costs(round, clean)
             share = engine.thresholds.probe_share
             self._advisor.observe(round.draft, round.accepted, verify_cost, draft_cost, share)
+            engine.speedup = self._advisor.speedup
             if clean:
                 engine.costs.observe_verify(positions, round.verify_s)
                 if (
