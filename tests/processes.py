@@ -46,9 +46,9 @@ def _address(process: subprocess.Popen[bytes], output: Path) -> str:
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline:
         said = output.read_text(errors="replace")
-        found = re.search(r"listens on (http://\S+?:\d+)", said)
+        found = re.search(r"listens on (?:http://)?(\S+?:\d+)", said)
         if found:
-            return found[1]
+            return f"http://{found[1]}"
         if process.poll() is not None:
             break
         time.sleep(0.05)

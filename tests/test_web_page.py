@@ -207,6 +207,33 @@ def test_sliders_stop_speculation_within_one_answer_and_bring_it_back(browser: B
         expect(page.locator("#device-start")).to_have_text("Start")
 
 
+@pytest.mark.parametrize(("preset", "reason"), [("hot", "device_hot"), ("empty", "battery_critical")])
+def test_sliders_move_one_answer_to_the_cloud_and_back(
+    browser: Browser, smollm2_directory: Path, preset: str, reason: str
+) -> None:
+    """Warm or low: direct. Hot or empty: the cloud. Cool again: here, with drafts. All in one answer."""
+    with (
+        serving("cloud_service", ["serve", "--preset", "tiny", "--port", "0"]) as cloud,
+        serving("edge_agent", ["serve", *AGENT_FLAGS, "--cloud-url", cloud]) as url,
+    ):
+        quick_policy(url)
+        with opened(browser, url, tab="device") as page:
+            expect(page.locator("[data-tile=link] dd")).to_have_text("not reached yet", timeout=LIMIT_MS)
+            start_long_answer(page)
+            expect(page.locator("[data-tile=link] dd")).to_have_text("reachable", timeout=LIMIT_MS)
+            if preset == "hot":
+                page.click("#preset_warm")
+                wait_for_mode(page, "local_direct")
+            page.click(f"#preset_{preset}")
+            expect(page.locator(f"#changes tr[data-mode^=cloud][data-reason={reason}]").first).to_be_visible(
+                timeout=LIMIT_MS
+            )
+            page.click("#preset_cool")
+            wait_for_mode(page, "local_speculative")
+            assert page.locator("#device-answer .token.cloud").count() > 0
+            page.click("#device-start")
+
+
 def test_private_answer_stays_when_the_phone_is_hot(browser: Browser, agent: str) -> None:
     quick_policy(agent)
     with opened(browser, agent, tab="device") as page:

@@ -86,7 +86,7 @@ export class Device {
       ["battery", `${known(device?.battery_percent, 0, " %")}${charger}`],
       ["headroom", known(device?.headroom, 2, "")],
       ["gamma", policy?.mode ? number(policy.gamma) : "–"],
-      ["link", t(link?.configured ? (link.healthy ? "link_up" : "link_down") : "link_none")],
+      ["link", t(linkWord(link))],
     ];
     $("tiles").replaceChildren(...tiles.map(([key, value]) => h("div", { "data-tile": key }, h("dt", {}, t(key)), h("dd", {}, value))));
     $("ladder").replaceChildren(
@@ -221,6 +221,12 @@ export class Device {
       $("drive-note").textContent = t("drive_refused", { message: error.message });
     }
   }
+}
+
+function linkWord(link) {
+  if (!link?.configured) return "link_none";
+  if (link.healthy) return "link_up";
+  return link.rtt_ms === null ? "link_new" : "link_down";
 }
 
 /** Bands for the ways of decoding, steps for gamma. */
