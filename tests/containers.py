@@ -25,6 +25,7 @@ from typing import Any
 
 import httpx
 import platformdirs
+import psutil
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ("dockerd", "docker", "docker-compose", "debootstrap")
@@ -135,7 +136,7 @@ def run_engine() -> Iterator[Engine]:
     if os.geteuid() != 0:
         raise EngineUnavailableError("the engine has to be started as root")
     # Short: the path of a socket has at most 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix="souschef-engine-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="souschef-engine-", dir=_roomy_memory(8 * 2**30) or Path("/tmp")))
     log = folder / "log"
     try:
         process = _start(folder, log)
@@ -206,16 +207,22 @@ def _unmount_below(folder: Path) -> None:
         subprocess.run(["umount", "--lazy", mount], capture_output=True)
 
 
+def _roomy_memory(needed_bytes: int) -> Path | None:
+    """The file system in memory, if it has so much room and the machine twice as much: it is gone much faster."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or psutil.virtual_memory().available < 2 * needed_bytes:
+        return None
+    return memory if shutil.disk_usage(memory).free > needed_bytes else None
+
+
 def _debian(cache: Path) -> Path:
     """The archive of a Debian like this machine's."""
     suite = platform.freedesktop_os_release()["VERSION_CODENAME"]
     key = hashlib.sha256(" ".join([suite, platform.machine(), *PACKAGES]).encode()).hexdigest()[:12]
     archive = cache / f"{suite}-{key}.tar"
     if not archive.exists():
-        # In memory where there is room: dpkg waits for the disk after each file.
-        memory = Path("/dev/shm")
-        place = memory if memory.is_dir() and shutil.disk_usage(memory).free > 4 * 2**30 else cache
-        with tempfile.TemporaryDirectory(dir=place) as working:
+        # dpkg waits for the disk after each file.
+        with tempfile.TemporaryDirectory(dir=_roomy_memory(4 * 2**30) or cache) as working:
             tree, partial = Path(working) / "root", archive.with_suffix(".partial")
             options = ["--variant=minbase", f"--include={','.join(PACKAGES)}"]
             environment = {"PATH": SEARCH_PATH, "DEBIAN_FRONTEND": "noninteractive"}

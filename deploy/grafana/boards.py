@@ -406,5 +406,8 @@ def _rule(record: str) -> str:
 
 
 def _marked(counter: str, by: str, labels: str = "") -> str:
-    """Where something of the kind was counted."""
-    return f"{rate(f'{EDGE}_{counter}_total', f'instance, {by}', labels)} > 0"
+    """Where something of the kind was counted; a counter that is new has no rate yet and is a mark by itself."""
+    metric = f"{EDGE}_{counter}_total"
+    chosen = f'{metric}{{instance=~"$instance"{labels}}}'
+    new = f"sum by (instance, {by}) ({chosen} unless {chosen} offset $__rate_interval)"
+    return f"{rate(metric, f'instance, {by}', labels)} > 0 or {new}"
