@@ -18,6 +18,7 @@ from edge_agent.thresholds import PRESETS, Preset, Thresholds, choose_preset
 from shared.causal_lm import CausalLM
 from shared.chat_template import ChatTemplate
 from shared.kv_slots import SlotPool
+from shared.memory import release_freed_memory
 from shared.models.cache import ModelCache
 from shared.models.catalogue import Role
 from shared.models.directory import open_model_directory
@@ -54,6 +55,7 @@ async def load_engine(settings: EdgeSettings, device: Device, senses: Senses, pr
         if draft_path is not None:
             draft, draft_curve = await thread.run(_load, settings, settings.draft, "draft", draft_path, progress)
             draft_cost = draft_curve[0]
+        release_freed_memory()
         policy = PolicyEngine(
             CostModel(curve, {ModelDrafter.name: draft_cost}),
             _thresholds(settings, preset),

@@ -11,8 +11,9 @@ from shared.causal_lm import CausalLM
 from shared.inference_thread import InferenceThread
 from shared.sampling import Sampler
 
-PREFILL_CHUNK = 256
-"""Prompt tokens a job feeds at most: a cancelled request stops after one, and other sessions get their turn."""
+PREFILL_CHUNK = 128
+"""Prompt tokens a job feeds at most: a cancelled request stops after one, other sessions get their
+turn, and the buffers between layers stay small."""
 
 
 class Verifier(Protocol):

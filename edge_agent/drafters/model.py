@@ -9,7 +9,7 @@ from shared.causal_lm import CausalLM
 from shared.inference_thread import InferenceThread
 from shared.sampling import Distribution, Sampler, draw
 
-CATCH_UP_CHUNK = 256
+CATCH_UP_CHUNK = 128
 """Tokens a catch-up job feeds at most, so that other sessions get their turn in between."""
 
 
