@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 from edge_agent.calibration import measure_curve
@@ -55,6 +56,8 @@ async def load_engine(settings: EdgeSettings, device: Device, senses: Senses, pr
         if draft_path is not None:
             draft, draft_curve = await thread.run(_load, settings, settings.draft, "draft", draft_path, progress)
             draft_cost = draft_curve[0]
+            if draft.tokenizer.fingerprint == target.tokenizer.fingerprint:
+                draft = replace(draft, tokenizer=target.tokenizer)  # One in memory is enough.
         release_freed_memory()
         policy = PolicyEngine(
             CostModel(curve, {ModelDrafter.name: draft_cost}),
