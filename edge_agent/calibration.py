@@ -43,6 +43,21 @@ def measure_curve(
     return interpolate({m: statistics.median(values) for m, values in times.items()})
 
 
+def measure_prefill(
+    lm: CausalLM, *, positions: int = 128, repeats: int = 2, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds a token of taking a text in without reading logits; the best of the repeats. The cache is left empty."""
+    tokens = [1 + index % 100 for index in range(min(positions, lm.context_length))]
+    times = []
+    for _ in range(repeats):
+        lm.truncate(0)
+        started = clock()
+        lm.forward(tokens, 0)
+        times.append((clock() - started) / len(tokens))
+    lm.truncate(0)
+    return min(times)
+
+
 def interpolate(points: dict[int, float]) -> list[float]:
     """Values for 1..max from some of them, straight lines between, and never falling: more positions cost no less."""
     known = sorted(points)

@@ -132,6 +132,13 @@ class DraftAdvisor:
         """The longest draft worth asking of this drafter in the coming round; 0 for none."""
         return self._limits.get(drafter, 0)
 
+    def saving(self, drafter: str, curve: CostCurve) -> float:
+        """What this drafter is expected to save of a token's time, as a share of a direct token."""
+        limit = self.limit(drafter)
+        if not limit:
+            return 0.0
+        return max(0.0, 1.0 - 1.0 / measured_speedup(self._rates(drafter, limit), curve, self._drafters[drafter]))
+
     def trim(self, draft: Draft, curve: CostCurve, *, forced: bool = False) -> int:
         """How many tokens of a draft to verify, now that it is there and its cost is spent."""
         if not draft.tokens:

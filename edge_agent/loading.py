@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import platform
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from edge_agent.calibration import measure_curve
+from edge_agent.calibration import CURVE_POSITIONS, measure_curve, measure_prefill
 from edge_agent.config import EdgeSettings
 from edge_agent.cost_model import CostModel
 from edge_agent.device import Device
@@ -21,7 +22,6 @@ from shared.chat_template import ChatTemplate
 from shared.kv_slots import SlotPool
 from shared.memory import release_freed_memory
 from shared.models.cache import ModelCache
-from shared.models.catalogue import Role
 from shared.models.directory import open_model_directory
 from shared.models.progress import ProgressListener
 from shared.models.pull import pull
@@ -51,11 +51,14 @@ async def load_engine(settings: EdgeSettings, device: Device, senses: Senses, pr
     )
     thread = device.new_thread()
     try:
-        target, curve = await thread.run(_load, settings, settings.target, "target", target_path, progress)
-        draft, draft_cost = None, curve[0]
+        target, curve = await thread.run(_load, settings, settings.target, target_path, CURVE_POSITIONS, progress)
+        draft, draft_cost, catch_up_s = None, curve[0], 0.0
         if draft_path is not None:
-            draft, draft_curve = await thread.run(_load, settings, settings.draft, "draft", draft_path, progress)
+            draft, draft_curve = await thread.run(
+                _load, settings, settings.draft, draft_path, DRAFT_POSITIONS, progress
+            )
             draft_cost = draft_curve[0]
+            catch_up_s = await thread.run(_prefill_cost, draft)
             if draft.tokenizer.fingerprint == target.tokenizer.fingerprint:
                 draft = replace(draft, tokenizer=target.tokenizer)  # One in memory is enough.
         release_freed_memory()
@@ -65,6 +68,7 @@ async def load_engine(settings: EdgeSettings, device: Device, senses: Senses, pr
             drafters=(*LOOKUP_DRAFTERS, ModelDrafter.name) if draft is not None else LOOKUP_DRAFTERS,
             # Without a draft model the device's target drafts for the cloud's larger one.
             cloud_drafters=(*LOOKUP_DRAFTERS, ModelDrafter.name),
+            catch_up_s={ModelDrafter.name: catch_up_s},
             senses=senses,
             meter=device.new_meter(preset),
         )
@@ -75,14 +79,14 @@ async def load_engine(settings: EdgeSettings, device: Device, senses: Senses, pr
 
 
 def _load(
-    settings: EdgeSettings, reference: str, role: Role, path: Path, progress: ProgressListener
+    settings: EdgeSettings, reference: str, path: Path, positions: Sequence[int], progress: ProgressListener
 ) -> tuple[LocalModel, list[float]]:
     """Load one model, warm it, and measure what its passes cost."""
     progress(f"loading {_name(reference)}", 0, 0)
     model = OnnxModel(path, context_length=settings.context_length, num_threads=settings.threads)
     slots: SlotPool[CausalLM] = SlotPool(model.new_cache, settings.max_running)
     lm = slots.acquire(())
-    curve = measure_curve(lm) if role == "target" else measure_curve(lm, positions=DRAFT_POSITIONS)
+    curve = measure_curve(lm, positions=positions)
     slots.release(lm)
     local = LocalModel(
         _name(reference),
@@ -92,6 +96,14 @@ def _load(
         open_model_directory(path).weight_bytes,
     )
     return local, curve
+
+
+def _prefill_cost(model: LocalModel) -> float:
+    lm = model.slots.acquire(())
+    try:
+        return measure_prefill(lm)
+    finally:
+        model.slots.release(lm)
 
 
 def _thresholds(settings: EdgeSettings, preset: Preset) -> Thresholds:

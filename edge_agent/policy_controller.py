@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from shared.errors import CloudUnavailableError
 
 ENERGY_WEIGHTS = {Objective.LATENCY: 0.0, Objective.BALANCED: 0.5, Objective.ENERGY: 1.0}
 DECISIONS_KEPT = 50
+SMALL_CATCH_UP = 1.0
+"""Direct rounds that a drafter may need to catch up without its being weighed."""
 LONGEST_DRAFT = 16
 CLOUD_CHOICE_EVERY = 8
 """Rounds between new choices of the draft length for an unchanged link."""
@@ -72,17 +74,20 @@ class PolicyEngine:
         *,
         drafters: Sequence[str] = ("prediction", "ngram"),
         cloud_drafters: Sequence[str] | None = None,
+        catch_up_s: Mapping[str, float] | None = None,
         senses: Senses | None = None,
         meter: EnergyMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """drafters: the names of those that sessions use; the costly ones need a cost in `costs`. cloud_drafters: those
-        that draft for the cloud, where the device's own target can draft too; the same by default.
+        that draft for the cloud, where the device's own target can draft too; the same by default. catch_up_s: seconds
+        a token that a drafter with a cache of its own needs to take in what was committed without it.
         """
         self.costs = costs
         self.thresholds = thresholds
         self.drafters = tuple(drafters)
         self.cloud_drafters = self.drafters if cloud_drafters is None else tuple(cloud_drafters)
+        self.catch_up_s = dict(catch_up_s or {})
         self.senses = senses or Senses()
         self.energy = EnergyAccount(meter or CpuTimeMeter(4.0))
         self.joules = CostModel(costs.curve.values)
@@ -169,6 +174,9 @@ class PolicyController:
         self._last: Decision | None = None
         self._proposed = Draft()
         self._last_drafter: str | None = None
+        self._position = len(request.prompt)
+        self._expected_left = request.max_tokens
+        self._taken_in: dict[str, int] = {}
         self._cloud_failed_at: float | None = None
         self._cloud_link = NO_LINK
         self._cloud_choice = NO_CHOICE
@@ -200,7 +208,9 @@ class PolicyController:
         if self._drafts_for_cloud:
             return LONGEST_DRAFT
         limit = self._advisor.limit(drafter)
-        return max(limit, 1) if self._wishes.speculation is Speculation.ON else limit
+        if self._wishes.speculation is Speculation.ON:
+            return max(limit, 1)
+        return limit if self._catch_up_pays(drafter) else 0
 
     def decide(self, state: RoundState) -> Decision:
         """The orders for the next round."""
@@ -208,6 +218,7 @@ class PolicyController:
         now = engine.clock()
         engine.energy.begin(self)
         self._load = engine.senses.load()
+        self._position = len(state.request.prompt) + state.num_generated
         decision, engine.memory = decide(self._inputs(state, now), engine.thresholds, engine.memory, now)
         self._note(state, decision, now)
         return decision
@@ -269,6 +280,7 @@ class PolicyController:
         ceiling = min(thresholds.max_gamma, self._wishes.max_gamma, len(engine.costs.curve.values) - 1)
         if link != self._cloud_link or state.round % CLOUD_CHOICE_EVERY == 0:
             self._cloud_link, self._cloud_choice = link, self._choose_for_cloud(link)
+        self._expected_left = max(1, min(state.num_left, max(int(engine.typical_length) - state.num_generated, 32)))
         cloud = self._cloud_choice
         failed = self._cloud_failed_at
         return PolicyInputs(
@@ -282,7 +294,7 @@ class PolicyController:
             direct_s=engine.costs.calibrated_direct,
             num_generated=state.num_generated,
             num_left=state.num_left,
-            expected_left=max(1, min(state.num_left, max(int(engine.typical_length) - state.num_generated, 32))),
+            expected_left=self._expected_left,
             context_left=state.context_left,
             waiting=self._load.waiting,
             previous=self._last.mode if self._last else None,
@@ -322,7 +334,20 @@ class PolicyController:
         expected = curve.at(len(round.draft) + 1)
         verify = min(max(round.verify_s, 0.7 * expected), 1.5 * expected) if clean else expected
         draft = round.draft_s if self._load.running <= 1 else 0.0
+        proposed = self._proposed
+        if proposed.tokens and proposed.drafter != self._last_drafter:
+            # It sat out the last round, so it caught up in this one: paid once, and weighed by `_catch_up_pays`.
+            draft = len(proposed) * self._engine.costs.draft_cost(proposed.drafter)
         return verify / direct, draft / direct
+
+    def _catch_up_pays(self, drafter: str) -> bool:
+        """Whether what a drafter will save in the rest of the answer is worth what it has to take in first."""
+        engine = self._engine
+        behind = self._position - self._taken_in.get(drafter, 0)
+        cost_s = behind * engine.catch_up_s.get(drafter, 0.0)
+        if cost_s <= SMALL_CATCH_UP * engine.costs.direct:
+            return True
+        return self._advisor.saving(drafter, self._curve) * self._expected_left * engine.costs.direct > cost_s
 
     def _learn_draft_cost(self, round: Round) -> None:
         """By what was proposed, before it was trimmed. A drafter that sat out the last round catches up in this one."""
@@ -330,6 +355,8 @@ class PolicyController:
         drafter = proposed.drafter if proposed.tokens else None
         if drafter is not None and drafter == self._last_drafter and self._load.running <= 1:
             self._engine.costs.observe_draft(drafter, len(proposed), round.draft_s)
+        if drafter is not None:
+            self._taken_in[drafter] = self._position
         self._last_drafter = drafter
 
     def _by_component(self, state: RoundState, round: Round, joules: float) -> EnergyUse:

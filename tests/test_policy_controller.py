@@ -16,9 +16,9 @@ from edge_agent.decision import Decision, Mode, Reason
 from edge_agent.device_state import DeviceState, Network
 from edge_agent.drafters import ChainDrafter, ModelDrafter, NgramDrafter
 from edge_agent.link_state import LinkState
-from edge_agent.policy_controller import EngineLoad, PolicyEngine, Senses
+from edge_agent.policy_controller import EngineLoad, PolicyController, PolicyEngine, Senses
 from edge_agent.request import Execution, GenerationRequest, Privacy, Speculation
-from edge_agent.round import Round
+from edge_agent.round import Origin, Round, TokenEvent
 from edge_agent.session import Session
 from edge_agent.thresholds import PRESETS, Preset
 from edge_agent.verifier import LocalVerifier
@@ -258,3 +258,40 @@ def test_real_loop_gives_the_target_own_text() -> None:
     )
     assert asyncio.run(answer(engine)) == asyncio.run(answer(None))
     assert engine.decisions[0].decision.mode is Mode.LOCAL_SPECULATIVE
+
+
+CATCH_UP_CURVE = [0.042, 0.046, 0.057, 0.067, 0.077]
+
+
+def catching_up(prompt_length: int, max_tokens: int) -> tuple[PolicyEngine, PolicyController, RoundState]:
+    """A request before its first round, with a draft model that takes 2 ms a token to take the prompt in."""
+    engine = PolicyEngine(
+        CostModel(CATCH_UP_CURVE, {"model": 0.005}),
+        PRESETS[Preset.SERVER],
+        drafters=("ngram", "model"),
+        catch_up_s={"model": 0.002},
+    )
+    request = GenerationRequest((1,) * prompt_length, max_tokens)
+    controller = engine.open(request)
+    state = RoundState(request, 0, 0, 4000)
+    controller.decide(state)
+    return engine, controller, state
+
+
+def test_a_draft_model_is_not_asked_where_taking_the_prompt_in_costs_more_than_it_saves() -> None:
+    assert catching_up(prompt_length=20, max_tokens=128)[1].draft_limit("model") > 0
+    assert catching_up(prompt_length=2000, max_tokens=16)[1].draft_limit("model") == 0
+    assert catching_up(prompt_length=2000, max_tokens=16)[1].draft_limit("ngram") > 0
+
+
+def test_a_catch_up_does_not_stop_other_drafters() -> None:
+    """The first draft of a model includes the prompt: seconds that say nothing about what a draft costs."""
+    engine, controller, state = catching_up(prompt_length=256, max_tokens=128)
+    before = engine.ledger.credit
+    draft = Draft((5,), "model", (), (0.9,))
+    assert controller.trim(state, draft) == 1
+    tokens = (TokenEvent(256, 5, Origin.DRAFT), TokenEvent(257, 7, Origin.TARGET))
+    decision = Decision(Mode.LOCAL_SPECULATIVE, 1, Reason.NOMINAL)
+    controller.observe(state, Round(0, decision, draft, 1, 7, tokens, draft_s=0.7, verify_s=2.8))
+    assert engine.ledger.credit > before
+    assert engine.costs.draft_cost("model") == 0.005
