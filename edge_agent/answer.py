@@ -77,4 +77,3 @@ class Answer:
         self._num_logged += count
         released, self._unlogged = self._unlogged[:count], self._unlogged[count:]
         return tuple(LoggedToken(event.token, event.logprobs) for event in released if event.logprobs is not None)
-
