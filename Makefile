@@ -5,10 +5,11 @@ BIN     = $(VENV)/bin
 HOST   ?= 127.0.0.1
 PORT   ?= 8080
 PRESET ?= small
+FUZZ   ?= 50
 MARKS  ?= not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test run test check bench lock clean
+.PHONY: help setup setup-test run test check audit fuzz load bench lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +42,16 @@ check: setup-test  ## ruff, mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+audit: setup-test  ## bandit, and known holes in the locked dependencies; docs/security.md answers what is skipped
+	$(BIN)/python -m bandit -q -r edge_agent cloud_service shared --skip B101,B311,B404,B603,B610
+	$(BIN)/python -m pip_audit --strict --disable-pip --require-hashes -r requirements/runtime.txt
+
+fuzz: setup-test  ## FUZZ times as many random examples as `make test` tries, others every time
+	FUZZ_FACTOR=$(FUZZ) $(BIN)/python -m pytest --timeout 7200 tests/test_fuzz_api.py tests/test_fuzz_session.py tests/test_fuzz_parsers.py
+
+load: setup-test  ## two hundred clients on a queue of 32, for two minutes
+	$(BIN)/python -m tests.load --seconds 120
 
 bench: setup-test  ## ratios against llama.cpp, side by side in one run
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)

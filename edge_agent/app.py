@@ -12,14 +12,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
 from edge_agent.agent import EngineLoader, open_agent
-from edge_agent.auth import HostCheck, KeyCheck
+from edge_agent.auth import KeyCheck
 from edge_agent.config import EdgeSettings
 from edge_agent.http_errors import install_error_handlers
 from edge_agent.openai_api import agent_of
 from edge_agent.openai_api import router as openai_router
 from edge_agent.policy_api import router as policy_router
 from edge_agent.web_api import router as web_router
-from shared.http import BodyLimit
+from shared.http import BodyLimit, HostCheck
 
 
 def create_app(settings: EdgeSettings, load_engine: EngineLoader) -> FastAPI:
@@ -48,7 +48,7 @@ def create_app(settings: EdgeSettings, load_engine: EngineLoader) -> FastAPI:
             allow_methods=["GET", "POST", "PUT"],
             allow_headers=["Authorization", "Content-Type"],
         )
-    app.add_middleware(HostCheck, settings=settings)
+    app.add_middleware(HostCheck, own_host=settings.host, hosts=settings.allowed_hosts, origins=settings.cors_origins)
     return app
 
 

@@ -1,17 +1,15 @@
-"""Who may call what: Host and Origin checks, API keys. Pure ASGI, so that streams and disconnects pass."""
+"""Who may call what: API keys of callers and of the admin. Pure ASGI, so that streams and disconnects pass."""
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import MutableMapping
 from enum import StrEnum
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edge_agent.config import EdgeSettings
-from shared.errors import BadRequestError, ForbiddenError, RequestError, UnauthorizedError
+from shared.errors import ForbiddenError, RequestError, UnauthorizedError
 from shared.http import ANONYMOUS, KeyRing, error_response, header
 
 
@@ -93,46 +91,3 @@ class KeyCheck:
             state: MutableMapping[str, Any] = scope.setdefault("state", {})
             state["tenant"] = tenant
         await self._app(scope, receive, send)
-
-
-class HostCheck:
-    """Refuses names that aren't ours (DNS rebinding) and pages of other origins that call without being asked."""
-
-    def __init__(self, app: ASGIApp, settings: EdgeSettings) -> None:
-        self._app = app
-        self._hosts = frozenset(host.lower() for host in settings.allowed_hosts)
-        self._own_host = settings.host.lower()
-        self._origins = frozenset(settings.cors_origins)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check one request."""
-        if scope["type"] == "http":
-            host = (header(scope, b"host") or b"").decode("latin-1")
-            origin = (header(scope, b"origin") or b"").decode("latin-1")
-            refusal: RequestError | None = None
-            if not self._knows(host):
-                refusal = BadRequestError(
-                    "unknown Host: use localhost, or list the name in allowed_hosts", code="unknown_host"
-                )
-            elif origin and origin not in self._origins and urlsplit(origin).netloc.lower() != host.lower():
-                refusal = ForbiddenError("pages of this origin may not call; list it in cors_origins")
-            if refusal is not None:
-                await error_response(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _knows(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        # An address can't be rebound, only a name can.
-        return "*" in self._hosts or _is_address(name) or name in {"localhost", self._own_host} | self._hosts
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

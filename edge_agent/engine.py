@@ -59,8 +59,8 @@ class Engine:
         if draft is not None and draft.tokenizer.fingerprint != target.tokenizer.fingerprint:
             raise TokenizerMismatchError(
                 f"{draft.name} can't draft for {target.name}: their tokenizers differ "
-                f"({draft.tokenizer.fingerprint[:12]} and {target.tokenizer.fingerprint[:12]}). "
-                "Choose a draft model of the target's own family."
+                f"({draft.tokenizer.fingerprint[:12]} and {target.tokenizer.fingerprint[:12]}); "
+                "choose a draft model of the target's own family"
             )
         self.target = target
         self.draft = draft

@@ -85,7 +85,7 @@ def engine_loader(settings: EdgeSettings) -> EngineLoader:
 
 def welcome(settings: EdgeSettings, port: int) -> str:
     """Where it listens, and a line to try it with."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # nosec B104 (it is compared with)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_keys else ""
     body = '{"messages": [{"role": "user", "content": "Hello!"}]}'

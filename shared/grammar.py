@@ -75,7 +75,7 @@ class GrammarCompiler:
 
     def _new_matcher(self, grammar: str, param: str) -> LLMatcher:
         if not self._tokenizer.eos_ids:
-            raise UnsupportedFieldError(f"{param}: this model knows no end of an answer", param=param)
+            raise UnsupportedFieldError(f"{param} needs a model that knows how an answer ends", param=param)
         if self._prepared is None:
             self._prepared = _prepare(self._tokenizer)
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)

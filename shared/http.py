@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
 import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shared.errors import (
     BadRequestError,
     EngineStoppedError,
+    ForbiddenError,
     NotFoundError,
     PayloadTooLargeError,
     RequestError,
@@ -164,6 +167,49 @@ class KeyCheck:
                 return
             scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
+
+
+class HostCheck:
+    """Refuses names that aren't ours (DNS rebinding) and pages of other origins that call without being asked."""
+
+    def __init__(self, app: ASGIApp, *, own_host: str, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
+        """hosts: names beside our own that a Host header may hold, '*' for any. origins: web origins that may call."""
+        self._app = app
+        self._hosts = {"localhost", own_host.lower()} | {host.lower() for host in hosts}
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check one request."""
+        if scope["type"] == "http":
+            host = (header(scope, b"host") or b"").decode("latin-1")
+            origin = (header(scope, b"origin") or b"").decode("latin-1")
+            refusal: RequestError | None = None
+            if not self._knows(host):
+                refusal = BadRequestError(
+                    "unknown Host: use localhost, or list the name in allowed_hosts", code="unknown_host"
+                )
+            elif origin and origin not in self._origins and urlsplit(origin).netloc.lower() != host.lower():
+                refusal = ForbiddenError("pages of this origin may not call; list it in cors_origins")
+            if refusal is not None:
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _knows(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        # An address can't be rebound, only a name can.
+        return "*" in self._hosts or _is_address(name) or name in self._hosts
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 class BodyLimit:

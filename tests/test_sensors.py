@@ -199,8 +199,8 @@ def test_csv_traces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "no readings"),
-        ("{", "line 1: not JSON"),
+        ("", "at least one reading"),
+        ("{", "line 1: must be a JSON object"),
         ('{"temperature_c": 3}', "line 1: t must"),
         ('{"t": 0}\n{"t": 0}', "line 2: t must rise"),
         ('{"t": 0, "temperature_c": 900}', "line 1, temperature_c"),

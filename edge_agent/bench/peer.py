@@ -104,7 +104,7 @@ class PeerContender:
         try:
             chunk = json.loads(event)
         except ValueError as error:
-            raise ConfigError(f"--peer {self._url} sent something that isn't JSON") from error
+            raise ConfigError(f"--peer {self._url} must answer in JSON") from error
         if not isinstance(chunk, dict) or "error" in chunk:
             raise ConfigError(f"--peer {self._url} failed in mid-answer: {event[:200]}")
         return chunk

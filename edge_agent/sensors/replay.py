@@ -63,7 +63,7 @@ def read_trace(path: Path) -> list[DeviceReading]:
         if len(trace) > 1 and trace[-1].at <= trace[-2].at:
             raise ConfigError(f"trace {path}, line {line}: {TIME_COLUMN} must rise from line to line")
     if not trace:
-        raise ConfigError(f"trace {path} has no readings")
+        raise ConfigError(f"trace {path} must hold at least one reading")
     return trace
 
 
@@ -74,9 +74,9 @@ def _json_rows(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json.loads(content)
         except ValueError as error:
-            raise ConfigError(f"trace {path}, line {line}: not JSON") from error
+            raise ConfigError(f"trace {path}, line {line}: must be a JSON object") from error
         if not isinstance(row, dict):
-            raise ConfigError(f"trace {path}, line {line}: not an object")
+            raise ConfigError(f"trace {path}, line {line}: must be a JSON object")
         yield line, row
 
 

@@ -34,7 +34,7 @@ def download_from_hub(source: HubFile, directory: Path, cache: ModelCache, progr
     cache.require_space(size, f"the download of {source.file}")
     try:
         return Path(
-            huggingface_hub.hf_hub_download(
+            huggingface_hub.hf_hub_download(  # nosec B615 (the caller names the file; what comes is known by its sha256)
                 source.repository,
                 source.file,
                 local_dir=directory,

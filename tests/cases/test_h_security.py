@@ -121,6 +121,9 @@ def test_H3_other_origins_and_other_hosts(server: RunningServer) -> None:
         assert not [name for name in response.headers if name.startswith("access-control-")]
     rebound = httpx.post(url, json=CHAT, headers=keyed() | {"Host": "evil"})
     assert (rebound.status_code, rebound.json()["error"]["code"]) == (400, "unknown_host")
+    with running_cloud() as cloud:
+        for headers, status in (({"Host": "evil"}, 400), ({"Origin": "https://evil.example"}, 403), ({}, 200)):
+            assert httpx.get(f"{cloud.url}/health", headers=headers).status_code == status
     with pytest.raises(ConfigError, match="origins look like"):
         load_settings({"cors_origins": ("*",)})
 
