@@ -23,6 +23,8 @@ class Admission:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._places = asyncio.Semaphore(max_running)
+        self._num_running = 0
+        self._num_waiting = 0
         self._max_waiting = max_waiting
         self._meter = meter
         self._on_rejected = on_rejected
@@ -41,25 +43,22 @@ class Admission:
         if self.draining:
             self._on_rejected("draining")
             raise OverloadedError("the service is stopping", retry_after_s=5)
-        if self._places.locked() and self._meter.waiting >= self._max_waiting:
+        if self._places.locked() and self._num_waiting >= self._max_waiting:
             self._on_rejected("queue_full")
             raise OverloadedError("the queue is full", retry_after_s=1)
         asked_at = self._clock()
-        self._meter.waiting += 1
+        self._count_waiting(1)
         try:
             await self._places.acquire()
         finally:
-            self._meter.waiting -= 1
+            self._count_waiting(-1)
         self._meter.queued((self._clock() - asked_at) * 1e3)
-        self._meter.running += 1
-        self._idle.clear()
+        self._count_running(1)
         try:
             yield
         finally:
-            self._meter.running -= 1
+            self._count_running(-1)
             self._places.release()
-            if not self._meter.running:
-                self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
         """Admit nobody; return when the running requests have ended or the time is over."""
@@ -69,3 +68,15 @@ class Admission:
                 await self._idle.wait()
         except TimeoutError:
             return
+
+    def _count_waiting(self, change: int) -> None:
+        self._num_waiting += change
+        self._meter.waiting += change
+
+    def _count_running(self, change: int) -> None:
+        self._num_running += change
+        self._meter.running += change
+        if self._num_running:
+            self._idle.clear()
+        else:
+            self._idle.set()

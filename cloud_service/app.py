@@ -29,6 +29,7 @@ from shared.errors import ConflictError, RateLimitedError, SouschefError
 from shared.http import (
     BodyLimit,
     ClientLeftError,
+    HostCheck,
     KeyCheck,
     KeyRing,
     error_body,
@@ -74,8 +75,9 @@ class Service:
     def __init__(
         self, settings: CloudSettings, model: LoadedModel, thread: InferenceThread, store: SessionStore
     ) -> None:
-        num_slots = max(1, model.num_slots)
-        max_running = min(settings.max_running, num_slots)
+        # Streams keep their caches for a whole answer; rounds have some of their own, so that none waits for an answer.
+        num_slots = max(2, model.num_slots)
+        max_running = min(settings.max_running, num_slots // 2)
         self.settings = settings
         self.store = store
         self.thread = thread
@@ -94,16 +96,29 @@ class Service:
             self.meter,
             self.metrics.busy_seconds.inc,
         )
-        self.admission = Admission(
+        self.stream_admission = self._admission(max_running)
+        self.round_admission = self._admission(max_running)
+        self.verifier = RoundVerifier(
+            self.target, self.sessions, store, self.round_admission, self.metrics, secrets.token_hex(8)
+        )
+        self.generator = AnswerGenerator(self.target, self.stream_admission, self.metrics, self.sessions.num_active)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the service is stopping."""
+        return self.stream_admission.draining
+
+    async def drain(self, grace_s: float) -> None:
+        """Admit nobody; return when what runs has ended or the time is over."""
+        await asyncio.gather(self.stream_admission.drain(grace_s), self.round_admission.drain(grace_s))
+
+    def _admission(self, max_running: int) -> Admission:
+        return Admission(
             max_running,
-            settings.max_waiting,
+            self.settings.max_waiting,
             self.meter,
             lambda reason: self.metrics.admission_rejected.labels(reason=reason).inc(),
         )
-        self.verifier = RoundVerifier(
-            self.target, self.sessions, store, self.admission, self.metrics, secrets.token_hex(8)
-        )
-        self.generator = AnswerGenerator(self.target, self.admission, self.metrics, self.sessions.num_active)
 
     async def measure(self) -> None:
         """Learn what a pass over 1, 2, … positions costs here."""
@@ -160,6 +175,9 @@ def create_app(settings: CloudSettings, start: Start) -> FastAPI:
     app.add_middleware(
         KeyCheck, keys=KeyRing(key.get_secret_value() for key in settings.api_keys), open_paths=open_paths
     )
+    if not settings.api_keys:
+        # Without keys it listens on loopback alone, where any web page could call it by a name of its own.
+        app.add_middleware(HostCheck, own_host=settings.host)
     return app
 
 
@@ -240,12 +258,12 @@ async def _health() -> dict[str, str]:
 async def _ready(request: Request) -> JSONResponse:
     service = _service(request)
     alive = await service.thread.responds(READY_TIMEOUT_S)
-    ready = alive and not service.admission.draining
+    ready = alive and not service.draining
     content = {
         "ready": ready,
         "model": service.target.name,
         "inference_thread": alive,
-        "draining": service.admission.draining,
+        "draining": service.draining,
         "store": service.store.name,
     }
     return JSONResponse(content, status_code=200 if ready else 503)

@@ -56,7 +56,7 @@ def _serve(settings: CloudSettings) -> None:
         server = Server(
             create_app(settings, load_service),
             settings.grace_s,
-            lambda port: typer.echo(f"Cloud verifier for {settings.model} listens on {settings.host}:{port}"),
+            lambda port: typer.echo(f"Cloud verifier for {settings.model} listens on http://{settings.host}:{port}"),
         )
         asyncio.run(server.serve([listener]))
     finally:

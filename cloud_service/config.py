@@ -35,7 +35,9 @@ class CloudSettings(BaseSettings):
     Load it with `load_settings`, which turns every complaint into one `ConfigError`.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SOUSCHEF_", extra="ignore", frozen=True, allow_inf_nan=False)
+    model_config = SettingsConfigDict(
+        env_prefix="SOUSCHEF_", env_ignore_empty=True, extra="ignore", frozen=True, allow_inf_nan=False
+    )
 
     preset: Preset = Field(Preset.SMALL, description="model that verifies")
     model: str = Field(min_length=1, description="its catalogue name, file:PATH or hf:ORG/REPO/FILE")
@@ -50,7 +52,7 @@ class CloudSettings(BaseSettings):
     max_body_bytes: int = Field(2 * 2**20, ge=1024, description="largest request body")
     requests_per_minute: int = Field(6000, ge=1, description="requests of one key a minute")
 
-    max_running: int = Field(8, ge=1, le=256, description="requests that use the model side by side")
+    max_running: int = Field(8, ge=1, le=256, description="streams side by side, and as many verifying rounds")
     max_waiting: int = Field(32, ge=0, le=4096, description="requests that may queue")
     kv_memory_bytes: int = Field(2 * 2**30, ge=2**20, description="ceiling of all caches together")
     session_ttl_s: float = Field(900.0, gt=0, le=86400, description="time an idle session is kept")

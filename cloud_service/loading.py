@@ -59,7 +59,7 @@ def _load_model(settings: CloudSettings) -> LoadedModel:
     path = fetch_model(settings)
     model = OnnxModel(path, context_length=settings.context_length, num_threads=settings.threads)
     fitting = settings.kv_memory_bytes // (model.cache_bytes_per_token * model.context_length)
-    num_slots = max(1, min(MAX_SLOTS, fitting))
+    num_slots = max(2, min(MAX_SLOTS, fitting))
     name = Path(settings.model.rsplit("/", 1)[-1].removeprefix("file:").removeprefix("hf:")).name.removesuffix(".gguf")
     fingerprint = Tokenizer.from_directory(path).fingerprint
     return LoadedModel(name, fingerprint, OnnxBatchModel(model, num_slots), num_slots)

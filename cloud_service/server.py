@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Keep listening while running requests finish, so that `/ready` can say no; then close."""
         service: Service = self._app.state.service
-        drain = asyncio.create_task(service.admission.drain(self._grace_s))
+        drain = asyncio.create_task(service.drain(self._grace_s))
         while not drain.done() and not self.force_exit:
             await asyncio.wait({drain}, timeout=0.1)
         drain.cancel()

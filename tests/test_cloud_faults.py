@@ -8,10 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from edge_agent.circuit_breaker import CircuitBreaker
@@ -22,6 +25,7 @@ from edge_agent.request import GenerationRequest, Privacy
 from edge_agent.round import FinishReason, Origin, Round
 from shared.acceptance import Draft
 from shared.errors import CloudUnavailableError
+from shared.protocol import tokens_crc
 from shared.sampling import Sampler, SamplingParams
 from tests.cloud_edge import (
     PROMPT,
@@ -33,7 +37,7 @@ from tests.cloud_edge import (
     rounds_of,
     tokens_of,
 )
-from tests.cloud_toy import CloudProcess, running_cloud
+from tests.cloud_toy import CloudProcess, RunningCloud, running_cloud
 from tests.redis_server import RedisServer
 from tests.tcp_proxy import Fault, HttpProxy, TcpProxy
 
@@ -314,6 +318,44 @@ def test_an_unlucky_redis_stops_no_answer(misfortune: str, tmp_path: Path) -> No
             redis.signal(signal.SIGCONT)
 
 
+def test_two_replicas_with_one_session_advance_it_once(tmp_path: Path) -> None:
+    """While the first computes a round, the second takes the session over: only its reply counts."""
+    answer = expected(request())
+
+    def body(round_number: int, num_known: int) -> dict[str, object]:
+        tokens = [*PROMPT, *answer[: num_known - len(PROMPT)]]
+        opening = {"tokens": tokens, "prompt_len": len(PROMPT), "sampling": {"temperature": 0}}
+        later = {"prefix_len": num_known, "prefix_crc": tokens_crc(tokens)}
+        return {
+            "session_id": "session-0001",
+            "round": round_number,
+            "draft_tokens": answer[num_known - 5 : num_known - 3],
+            **({"opening": opening} if round_number == 0 else later),
+        }
+
+    with RedisServer(tmp_path) as redis:
+        flags = {"redis_url": redis.url, "store_key": SECRET, "redis_timeout_s": 5.0}
+        with running_cloud(**flags) as first, running_cloud(**flags) as second, ThreadPoolExecutor(1) as pool:
+
+            def verify(cloud: RunningCloud, round_number: int, num_known: int) -> httpx.Response:
+                return httpx.post(f"{cloud.url}/v1/verify", json=body(round_number, num_known), timeout=60)
+
+            assert verify(first, 0, 5).status_code == 200
+            for cache in first.decoder.caches:
+                cache.pass_s = 1.0
+            overtaken = pool.submit(verify, first, 1, 8)
+            while not first.service.meter.running:
+                time.sleep(0.01)
+            winner = verify(second, 1, 8)
+            loser = overtaken.result()
+            assert (winner.status_code, loser.status_code) == (200, 410)
+            assert loser.json()["error"]["code"] == "claim_lost"
+            assert len(first.service.sessions) == 0
+            # The overtaken replica takes it over again in its turn, with the state that the other left.
+            after = verify(first, 2, 11)
+            assert (after.json()["accepted"], after.json()["next_token"]) == (2, answer[8])
+
+
 def test_the_store_is_used_again_once_it_is_back(tmp_path: Path) -> None:
     """What was verified while Redis was down is there for another replica afterwards."""
     with RedisServer(tmp_path) as redis, two_replicas(tmp_path, redis, SECRET) as replicas:
@@ -391,7 +433,7 @@ can_netem = os.geteuid() == 0 and shutil.which("tc") and shutil.which("ip")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_netem, reason="needs root and tc for a slow link")
+@pytest.mark.skipif(not can_netem, reason="this kernel or user can make no slow link")
 def test_a_link_of_200_ms_that_loses_2_percent() -> None:
     """In a network namespace of its own, so that nobody else's loopback is slowed."""
     script = """

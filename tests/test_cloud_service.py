@@ -241,7 +241,7 @@ def test_the_limits_of_body_rate_context_and_vocabulary() -> None:
 
 
 def test_a_full_queue_sends_the_next_away_and_serves_the_rest() -> None:
-    with running_cloud(TableDecoder(pass_s=0.05), num_slots=2, max_running=2, max_waiting=3) as cloud:
+    with running_cloud(TableDecoder(pass_s=0.05), num_slots=4, max_running=2, max_waiting=3) as cloud:
         ids = [f"session-{i:04}" for i in range(20)]
         with ThreadPoolExecutor(20) as pool:
             replies = list(pool.map(lambda i: post(cloud, "/v1/verify", opening(i, draft_tokens=ANSWER[:2])), ids))
