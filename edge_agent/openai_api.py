@@ -50,7 +50,8 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
-    reader: AnswerReader = CallReader() if body.offered_tools else PlainReader()
+    names = {tool.function.name for tool in body.offered_tools}
+    reader: AnswerReader = CallReader(names) if names else PlainReader()
     return await _complete(body, request, "chatcmpl", partial(ChatShape, reader=reader))
 
 

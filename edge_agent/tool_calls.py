@@ -1,12 +1,14 @@
 """An answer's text told apart into what it says and what it calls, as it comes.
 
-The form is Qwen's and Hermes': `<tool_call>`, a JSON object with `name` and `arguments`, `</tool_call>`.
+The form is Qwen's and Hermes': `<tool_call>`, a JSON object with `name` and `arguments`, `</tool_call>`. Small models
+forget the tags: an answer that begins with such an object, in a code fence or not, is a call if it names a known tool.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -67,23 +69,65 @@ class PlainReader:
 
 
 class _State(Enum):
+    START = auto()
     TEXT = auto()
     HEAD = auto()
     ARGUMENTS = auto()
     TAIL = auto()
+    BARE_TAIL = auto()
 
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)', re.DOTALL)
 _SPACE = " \t\r\n"
+_FENCE = "```"
+_BARE = re.compile(rf"\s*(?:{_FENCE}(?:json)?\s*)?" + _HEAD.pattern, re.DOTALL)
+
+
+def _beginnings(pieces: Sequence[str]) -> str:
+    """A pattern for every text that begins what the pieces, one after the other, match."""
+    pattern = ""
+    for piece in reversed(pieces):
+        pattern = f"(?:{piece}{pattern})?"
+    return pattern
+
+
+_OBJECT = [
+    "{",
+    r"\s*",
+    *'"name"',
+    r"\s*",
+    ":",
+    r"\s*",
+    '"',
+    r'(?:[^"\\]|\\.)*',
+    '"',
+    r"\s*",
+    ",",
+    r"\s*",
+    *'"arguments"',
+]
+_MAY_BECOME_BARE = re.compile(
+    r"\s*(?:"
+    + _beginnings([*_FENCE, r"\s*", *_OBJECT, r"\s*", ":", r"\s*"])
+    + "|"
+    + _beginnings([*_FENCE, *"json", r"\s*", *_OBJECT, r"\s*", ":", r"\s*"])
+    + "|"
+    + _beginnings([*_OBJECT, r"\s*", ":", r"\s*"])
+    + ")",
+    re.DOTALL,
+)
 
 
 class CallReader:
     """Finds calls. What looks like one and isn't is text, from its `<tool_call>` on; nothing is dropped but the blanks
     around calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] = ()) -> None:
+        """names: the known tools, for calls without tags."""
         self.num_calls = 0
-        self._state = _State.TEXT
+        self._names = names
+        self._state = _State.START if names else _State.TEXT
+        self._bare = False
         self._held = ""
         self._after_call = False
         self._scanner = _ObjectScanner()
@@ -99,7 +143,7 @@ class CallReader:
     def finish(self) -> list[AnswerPart]:
         """An unfinished head is text; of an unfinished call the arguments have been told already."""
         held, self._held = self._held, ""
-        if self._state is _State.TAIL or (self.num_calls and not held.strip()):
+        if self._state in (_State.TAIL, _State.BARE_TAIL) or (self.num_calls and not held.strip()):
             return []
         if self._state is _State.HEAD:
             whole = _whole_call(held)
@@ -111,12 +155,25 @@ class CallReader:
     def _step(self, parts: list[AnswerPart]) -> bool:
         """Go on by one state, if what is held allows it."""
         step = {
+            _State.START: self._read_start,
             _State.TEXT: self._read_text,
             _State.HEAD: self._read_head,
             _State.ARGUMENTS: self._read_arguments,
             _State.TAIL: self._read_tail,
+            _State.BARE_TAIL: self._read_bare_tail,
         }
         return step[self._state](parts)
+
+    def _read_start(self, parts: list[AnswerPart]) -> bool:
+        """A call without tags, or text."""
+        head = _BARE.match(self._held)
+        if head is None and _MAY_BECOME_BARE.fullmatch(self._held):
+            return False
+        self._state = _State.TEXT
+        if head and _string(head[1]) in self._names:
+            self._bare = True
+            self._begin_call(parts, head)
+        return True
 
     def _read_text(self, parts: list[AnswerPart]) -> bool:
         if self._after_call:
@@ -136,11 +193,8 @@ class CallReader:
 
     def _read_head(self, parts: list[AnswerPart]) -> bool:
         head = _HEAD.match(self._held)
-        name = _string(head[1]) if head else None
-        if head and name is not None:
-            parts.append(CallBegun(self.num_calls, name))
-            self.num_calls += 1
-            self._held, self._state, self._scanner = self._held[head.end() :], _State.ARGUMENTS, _ObjectScanner()
+        if head and _string(head[1]) is not None:
+            self._begin_call(parts, head)
             return True
         body, closing, rest = self._held.partition(CALL_CLOSE)
         if not closing:
@@ -157,7 +211,8 @@ class CallReader:
             parts.append(ArgumentsAdded(self.num_calls - 1, arguments))
         self._held = self._held[len(arguments) :]
         if end is not None:
-            self._state = _State.TAIL
+            self._state = _State.BARE_TAIL if self._bare else _State.TAIL
+            self._bare = False
         return end is not None
 
     def _read_tail(self, parts: list[AnswerPart]) -> bool:
@@ -167,6 +222,19 @@ class CallReader:
             return False
         self._held, self._state, self._after_call = rest.removeprefix(CALL_CLOSE), _State.TEXT, True
         return True
+
+    def _read_bare_tail(self, parts: list[AnswerPart]) -> bool:
+        """The object's brace and the fence's end."""
+        rest = self._held.lstrip(_SPACE).removeprefix("}").lstrip(_SPACE)
+        if _FENCE.startswith(rest) and rest != _FENCE:
+            return False
+        self._held, self._state, self._after_call = rest.removeprefix(_FENCE), _State.TEXT, True
+        return True
+
+    def _begin_call(self, parts: list[AnswerPart], head: re.Match[str]) -> None:
+        parts.append(CallBegun(self.num_calls, _string(head[1]) or ""))
+        self.num_calls += 1
+        self._held, self._state, self._scanner = self._held[head.end() :], _State.ARGUMENTS, _ObjectScanner()
 
     def _told_at_once(self, name: str, arguments: str) -> list[AnswerPart]:
         index = self.num_calls

@@ -42,9 +42,9 @@ WEATHER: dict[str, Any] = {
 }
 
 
-def read(text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]]]:
+def read(text: str, cuts: list[int], names: tuple[str, ...] = ()) -> tuple[str, list[tuple[str, str]]]:
     """What was said, and the calls, with the text cut at the given places."""
-    reader = CallReader()
+    reader = CallReader(names)
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     parts: list[AnswerPart] = []
     for start, end in itertools.pairwise(edges):
@@ -88,15 +88,53 @@ def test_calls_and_text_are_told_apart(text: str, said: str, calls: list[tuple[s
     assert read(text, list(range(min(len(text), 300)))) == (said, calls)
 
 
+BARE = '{"name": "weather", "arguments": ' + ARGUMENTS + "}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "num_calls"),
+    [
+        (BARE, "", 1),
+        (f"```json\n{BARE}\n```", "", 1),
+        (f" \n```\n{BARE}\n```\nDone.", "Done.", 1),
+        (f"{BARE}\n{CALL}", "", 2),
+        ('```json\n{\n  "name": "weather",\n  "arguments": {}\n}\n```', "", 1),
+        ('{"name": "unknown", "arguments": {}}', '{"name": "unknown", "arguments": {}}', 0),
+        ('```json\n{"name": "weather"}\n```', '```json\n{"name": "weather"}\n```', 0),
+        (f"Like this: {BARE}", f"Like this: {BARE}", 0),
+        ('{"names": 1}', '{"names": 1}', 0),
+        ("```python\nx\n```", "```python\nx\n```", 0),
+        ('{"name": "wea', '{"name": "wea', 0),
+        ("``", "``", 0),
+        ("", "", 0),
+    ],
+)
+def test_a_call_that_lacks_its_tags(text: str, said: str, num_calls: int) -> None:
+    for cuts in ([], list(range(len(text)))):
+        found, calls = read(text, cuts, ("weather",))
+        assert (found, len(calls)) == (said, num_calls)
+        assert all(name == "weather" for name, _ in calls)
+
+
+def test_text_is_not_held_back_for_a_call_that_it_can_not_become() -> None:
+    for text in ("Hello", "``x", "{a", "```py", '{"nam3'):
+        assert CallReader({"weather"}).feed(text), text
+
+
 @settings(max_examples=500)
 @given(
-    st.lists(st.sampled_from([CALL, OTHER, "text", " ", "\n", "<", "<tool_call>", "</tool_call>", "{", '"', "}"])),
+    st.lists(
+        st.sampled_from(
+            [CALL, OTHER, BARE, "```json", "text", " ", "\n", "<", "<tool_call>", "</tool_call>", "{", '"', "}"]
+        )
+    ),
     st.data(),
 )
 def test_what_is_read_does_not_depend_on_the_cuts(pieces: list[str], data: st.DataObject) -> None:
     text = "".join(pieces)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
-    assert read(text, cuts) == read(text, [])
+    for names in ((), ("weather", "other")):
+        assert read(text, cuts, names) == read(text, [], names)
 
 
 # Over the API
