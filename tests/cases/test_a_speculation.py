@@ -98,11 +98,12 @@ def sample(where: str, p: Sequence[float], new_drafter: NewDrafter, **params: An
 
 
 @pytest.mark.parametrize(
-    ("where", "rule"),
+    ("where", "rule", "filters"),
     # Under the coupled rule the cloud's text is the device's, token by token: A16 holds that.
-    [(DEVICE, AcceptanceRule.COUPLED), (DEVICE, AcceptanceRule.REJECTION), (CLOUD, AcceptanceRule.REJECTION)],
+    [(DEVICE, rule, filters) for rule in AcceptanceRule for filters in FILTERS]
+    + [(CLOUD, AcceptanceRule.REJECTION, FILTERS[0])]
+    + [pytest.param(CLOUD, AcceptanceRule.REJECTION, each, marks=pytest.mark.slow) for each in FILTERS[1:]],
 )
-@pytest.mark.parametrize("filters", FILTERS, ids=lambda filters: next(iter(filters)))
 def test_A1_draft_and_target_go_through_the_same_filters(
     where: str, rule: AcceptanceRule, filters: dict[str, float]
 ) -> None:
