@@ -47,16 +47,19 @@ def serve(
 def _serve(settings: CloudSettings) -> None:
     from cloud_service.app import create_app
     from cloud_service.loading import fetch_model, load_service
-    from cloud_service.server import Server, bind
+    from shared.server import Server, bind
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     listener = bind(settings.host, settings.port)
     try:
         fetch_model(settings)
+        app = create_app(settings, load_service)
         server = Server(
-            create_app(settings, load_service),
-            settings.grace_s,
+            app,
+            lambda: app.state.service.drain(settings.grace_s),
             lambda port: typer.echo(f"Cloud verifier for {settings.model} listens on http://{settings.host}:{port}"),
+            date_header=False,
+            timeout_keep_alive=75,
         )
         asyncio.run(server.serve([listener]))
     finally:

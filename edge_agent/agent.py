@@ -64,6 +64,10 @@ class Agent:
     heartbeat: Heartbeat
     clock: Callable[[], float] = field(default=time.perf_counter)
 
+    async def drain(self) -> None:
+        """Admit nothing more; returns once what runs has ended, or its grace time has."""
+        await self.scheduler.drain(self.settings.grace_s)
+
     async def ready(self) -> bool:
         """Whether a request sent now would be answered."""
         return not self.scheduler.draining and await self.heartbeat.beats()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 
 import typer
 
@@ -15,11 +14,10 @@ from edge_agent.device import Device
 from edge_agent.engine import Engine
 from edge_agent.loading import load_engine
 from edge_agent.policy_controller import Senses
-from edge_agent.server import Server
-from shared.errors import ConfigError
 from shared.models.cache import ModelCache
 from shared.models.progress import RichProgress
 from shared.models.pull import pull
+from shared.server import Server, bind
 
 
 def serve_until_stopped(settings: EdgeSettings) -> None:
@@ -34,30 +32,10 @@ def serve_until_stopped(settings: EdgeSettings) -> None:
     try:
         fetch_models(settings)
         app = create_app(settings, engine_loader(settings))
-        server = Server(app, settings.host, settings.port, lambda port: typer.echo(welcome(settings, port)))
+        server = Server(app, lambda: app.state.agent.drain(), lambda port: typer.echo(welcome(settings, port)))
         asyncio.run(server.serve([listener]))
     finally:
         listener.close()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The socket to listen on, taken before the models are loaded: a busy port is told at once.
-
-    Raises:
-        ConfigError: it can't be had.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"can't listen on {host}: {error.strerror or error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"can't listen on {host} port {port}: {error.strerror}; choose another --port") from error
-    return listener
 
 
 def fetch_models(settings: EdgeSettings) -> None:

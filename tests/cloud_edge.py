@@ -43,7 +43,7 @@ class PlannedController(FixedController):
     def cloud_failed(self, state: RoundState) -> Decision:
         self.failures += 1
         if not self._fallback:
-            raise  # noqa: PLE0704  (inside the session's own handler)
+            raise
         return Decision(Mode.LOCAL_DIRECT, 0, Reason.CLOUD_UNAVAILABLE)
 
 

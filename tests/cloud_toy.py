@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from fastapi import FastAPI
 from cloud_service.app import LoadedModel, Service, create_app
 from cloud_service.config import CloudSettings, load_settings
 from cloud_service.loading import open_store
-from cloud_service.server import Server, bind
 from shared.causal_lm import Logits
 from shared.inference_thread import InferenceThread
+from shared.server import Server, bind
 from tests.fakes import TableLM
 
 VOCAB = 16
@@ -76,6 +76,10 @@ def toy_app(settings: CloudSettings, decoder: TableDecoder, num_slots: int = 16)
     return create_app(settings, start)
 
 
+def toy_server(app: FastAPI, settings: CloudSettings, on_ready: Callable[[int], None] = lambda port: None) -> Server:
+    return Server(app, lambda: app.state.service.drain(settings.grace_s), on_ready, date_header=False)
+
+
 class RunningCloud:
     """A service in a thread of this process, with its insides open to look at."""
 
@@ -97,7 +101,7 @@ def running_cloud(decoder: TableDecoder | None = None, num_slots: int = 16, **fl
     app = toy_app(settings, decoder, num_slots)
     listener = bind(settings.host, settings.port)
     ready = threading.Event()
-    server = Server(app, settings.grace_s, lambda port: ready.set())
+    server = toy_server(app, settings, lambda port: ready.set())
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
     thread.start()
     try:
@@ -205,7 +209,7 @@ def main() -> None:
         return
     settings = load_settings({"preset": "tiny", "port": arguments.port})
     app = toy_app(settings, TableDecoder(arguments.pass_s))
-    asyncio.run(Server(app, settings.grace_s).serve([bind(settings.host, settings.port)]))
+    asyncio.run(toy_server(app, settings).serve([bind(settings.host, settings.port)]))
 
 
 if __name__ == "__main__":

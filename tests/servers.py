@@ -21,7 +21,7 @@ from edge_agent.config import EdgeSettings
 from edge_agent.device import Device
 from edge_agent.engine import Engine
 from edge_agent.policy_controller import Senses
-from edge_agent.server import Server
+from shared.server import Server
 
 START_LIMIT_S = 60.0
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -63,7 +63,9 @@ def run_agent(settings: EdgeSettings, load: EngineLoader) -> Iterator[RunningSer
     """A real edge agent in a thread of its own; stopped, however the block ends."""
     app = create_app(settings, load)
     listening = threading.Event()
-    server = Server(app, settings.host, settings.port, lambda port: listening.set())
+    server = Server(
+        app, lambda: app.state.agent.drain(), lambda port: listening.set(), host=settings.host, port=settings.port
+    )
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     try:

@@ -20,8 +20,9 @@ import openai
 import pytest
 
 from edge_agent.console import printable, summary
-from edge_agent.serve import bind, welcome
+from edge_agent.serve import welcome
 from shared.errors import ConfigError
+from shared.server import bind
 from tests.servers import CHAT, run_server, wait_until
 from tests.toy_engine import Script, script_engine, toy_settings
 

@@ -15,9 +15,8 @@ import yaml
 from pydantic_settings import BaseSettings
 
 from cloud_service.config import CloudSettings
-from cloud_service.server import LAST_BYTES_S as CLOUD_LAST_BYTES_S
 from edge_agent.config import EdgeSettings
-from edge_agent.server import LAST_BYTES_S as EDGE_LAST_BYTES_S
+from shared.server import LAST_BYTES_S
 
 ROOT = Path(__file__).parent.parent
 KEYS = (
@@ -110,7 +109,7 @@ def test_models_are_one_volume_of_edge_and_cloud(compose: dict[str, Any]) -> Non
 
 def test_the_stop_grace_is_longer_than_the_services_own(services: dict[str, dict[str, Any]]) -> None:
     for name in ("edge", "edge-alone", "cloud", "cloud-replica"):
-        own = float(services[name]["environment"]["SOUSCHEF_GRACE_S"]) + max(EDGE_LAST_BYTES_S, CLOUD_LAST_BYTES_S)
+        own = float(services[name]["environment"]["SOUSCHEF_GRACE_S"]) + LAST_BYTES_S
         assert seconds(services[name]["stop_grace_period"]) > own
     assert seconds(services["gateway"]["stop_grace_period"]) > seconds(services["cloud-replica"]["stop_grace_period"])
 

@@ -1,4 +1,4 @@
-"""uvicorn with a stop that keeps its promises: not ready at once, running streams finish within the grace time."""
+"""uvicorn with a stop that keeps its promises: not ready at once, running answers finish within the grace time."""
 
 from __future__ import annotations
 
@@ -6,36 +6,43 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from cloud_service.app import Service
 from shared.errors import ConfigError
 
 LAST_BYTES_S = 5
-"""After the grace time: how long unfinished streams may take to end."""
+"""After the grace time: how long the error frames of unfinished streams may take to leave."""
 
 
 class Server(uvicorn.Server):
     """Serves one application until SIGINT or SIGTERM; a second SIGINT ends it at once."""
 
-    def __init__(self, app: FastAPI, grace_s: float, on_ready: Callable[[int], None] = lambda port: None) -> None:
-        """on_ready is called once with the port, when requests can be answered."""
+    def __init__(
+        self,
+        app: FastAPI,
+        drain: Callable[[], Awaitable[None]],
+        on_ready: Callable[[int], None] = lambda port: None,
+        **options: Any,
+    ) -> None:
+        """drain: refuses what is new and returns once what runs has ended or the grace time is over. on_ready is called
+        once with the port, when requests can be answered. options: uvicorn's.
+        """
         config = uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             server_header=False,
-            date_header=False,
             lifespan="off",
-            timeout_keep_alive=75,
             timeout_graceful_shutdown=LAST_BYTES_S,
+            **options,
         )
         super().__init__(config)
         self._app = app
-        self._grace_s = grace_s
+        self._drain = drain
         self._on_ready = on_ready
 
     @property
@@ -44,7 +51,11 @@ class Server(uvicorn.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Load, listen, serve, stop. The lifespan is run here and not by uvicorn, so that a failed start raises."""
+        """Load, listen, serve, stop. The lifespan is run here and not by uvicorn, so that a failed start raises.
+
+        Raises:
+            SouschefError: the application can't start.
+        """
         async with self._app.router.lifespan_context(self._app):
             await super().serve(sockets)
 
@@ -55,9 +66,8 @@ class Server(uvicorn.Server):
             self._on_ready(self.port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Keep listening while running requests finish, so that `/ready` can say no; then close."""
-        service: Service = self._app.state.service
-        drain = asyncio.create_task(service.drain(self._grace_s))
+        """Keep listening while running answers finish, so that `/ready` can say no; then close."""
+        drain = asyncio.ensure_future(self._drain())
         while not drain.done() and not self.force_exit:
             await asyncio.wait({drain}, timeout=0.1)
         drain.cancel()
