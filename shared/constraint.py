@@ -19,7 +19,7 @@ class TokenConstraint(Protocol):
         """
 
     def append(self, token: int) -> None:
-        """One more token, one that the mask allows."""
+        """One more token, one that the mask allows. Raises `UnsupportedFieldError` as `mask` does."""
 
     def fork(self) -> TokenConstraint:
         """A copy: what it appends, the original never sees."""

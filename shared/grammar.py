@@ -16,6 +16,8 @@ MAX_CACHED = 64
 MAX_LEXER_STATES = 50_000
 """1 to 2 kB each: what a hostile pattern may make one grammar take."""
 MAX_REASON_LENGTH = 200
+_NOT_ALLOWED = "doesn't satisfy the grammar"
+"""llguidance's own words for it; whatever else it complains of is a limit that the grammar has reached."""
 
 
 class GrammarConstraint:
@@ -30,20 +32,32 @@ class GrammarConstraint:
         """bool [vocab_size].
 
         Raises:
-            UnsupportedFieldError: the grammar needs more states than are allowed.
+            UnsupportedFieldError: the grammar needs more states than are allowed, or leads nowhere.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check_limits()
+        allowed = np.unpackbits(bits, bitorder="little").view(np.bool_)
+        if not allowed.any():
+            raise UnsupportedFieldError(f"{self._param} can't be met: no token may follow", param=self._param)
+        return allowed
+
+    def append(self, token: int) -> None:
+        """One more token. After the end nothing moves any more.
+
+        Raises:
+            UnsupportedFieldError: as `mask`.
+        """
+        if not self._matcher.is_stopped() and not self._matcher.consume_token(token):
+            if _NOT_ALLOWED in self._matcher.get_error():
+                raise ValueError(f"token {token} is not allowed here")
+            self._check_limits()
+
+    def _check_limits(self) -> None:
         if self._matcher.is_error():
             raise UnsupportedFieldError(
                 f"{self._param}: the answer can't be held to it any further, it is too complex; simplify it",
                 param=self._param,
             )
-        return np.unpackbits(bits, bitorder="little").view(np.bool_)
-
-    def append(self, token: int) -> None:
-        """One more token. After the end nothing moves any more."""
-        if not self._matcher.is_stopped() and not self._matcher.consume_token(token):
-            raise ValueError(f"token {token} is not allowed here")
 
     def fork(self) -> GrammarConstraint:
         """A copy; both share what has been compiled."""
@@ -82,6 +96,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._prepared, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits)
         if matcher.is_error():
             raise UnsupportedFieldError(f"{param} can't be followed: {_reason(matcher.get_error())}", param=param)
+        GrammarConstraint(matcher.deep_copy(), param).mask()  # What fails at once is told before anything is generated.
         return matcher
 
 

@@ -130,6 +130,21 @@ def test_a_pattern_that_explodes_is_stopped() -> None:
         assert refused.param == "response_format"  # noqa: PT017
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"anyOf": [{"type": "object", "properties": {f"a{i}": {}}, "required": [f"a{i}"]} for i in range(5000)]},
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20_000)}},
+        {"enum": [f"value-{i}" for i in range(100_000)]},
+    ],
+    ids=["in a circle", "thousands of choices", "thousands of fields", "thousands of values"],
+)
+def test_schemas_that_ask_too_much_are_refused(schema: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedFieldError, match=r"^response_format.*(too complex|too large|too big)"):
+        follow(compiled(schema), '{"a17":')
+
+
 def test_what_was_compiled_last_is_kept() -> None:
     compiler = GrammarCompiler(byte_tokenizer())
     for number in range(70):
