@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from edge_agent.request_fields import Body, OnlyDefault, Text, unsupported
 from edge_agent.tool_schema import MAX_TOOLS, NamedChoice, ResponseFormat, Tool, ToolCall
 from shared.errors import BadRequestError
+from shared.sampling import MIN_REPETITION_PENALTY
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
@@ -92,7 +93,7 @@ class SamplingFields(Body):
 
     top_k: Annotated[int, _default(0)] = Field(default=0, ge=-1, description="0 and -1 are off")
     min_p: Annotated[float, _default(0.0)] = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: Annotated[float, _default(1.0)] = Field(default=1.0, gt=0, le=10)
+    repetition_penalty: Annotated[float, _default(1.0)] = Field(default=1.0, ge=MIN_REPETITION_PENALTY, le=10)
     min_tokens: Annotated[int, _default(0)] = Field(default=0, ge=0)
     souschef: Annotated[SouschefOptions, _default({})] = SouschefOptions()
 

@@ -22,6 +22,9 @@ from shared.constraint import UNCONSTRAINED, TokenConstraint
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: the division would overflow float32 and change nothing."""
 
+MIN_REPETITION_PENALTY = 0.01
+"""Logits are divided by it: far smaller ones would overflow."""
+
 _NEGLIGIBLE_NATS = 50.0
 """exp(-50) * 152,000 ids is under the rounding of a float64 sum to 1: such ids can be left out without a trace."""
 
@@ -44,7 +47,7 @@ class SamplingParams(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=10)] = 1.0
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     min_tokens: Annotated[int, Field(ge=0)] = 0
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0

@@ -57,6 +57,11 @@ def test_C2_tiny_temperatures_are_greedy(server: RunningServer, temperature: str
     body = json.dumps({**CHAT, "top_k": 9_999_999}).replace('"temperature": 0', f'"temperature": {temperature}')
     assert raw(server, body).json()["choices"][0]["message"]["content"] == ANSWER
     error_of(chat(server, top_k=0.01))
+    assert "0.01" in error_of(chat(server, repetition_penalty=5e-324, temperature=1))["message"]
+    extremes = {"repetition_penalty": 0.01, "presence_penalty": -2, "frequency_penalty": -2, "top_p": 5e-324}
+    assert (
+        chat(server, temperature=1e-5, **extremes, min_p=5e-324, logit_bias={"5": 100}, max_tokens=9).status_code == 200
+    )
     assert chat(server, max_tokens=1).status_code == 200
 
 
