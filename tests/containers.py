@@ -136,7 +136,7 @@ def run_engine() -> Iterator[Engine]:
     if os.geteuid() != 0:
         raise EngineUnavailableError("the engine has to be started as root")
     # Short: the path of a socket has at most 107 characters.
-    folder = Path(tempfile.mkdtemp(prefix="souschef-engine-", dir=_roomy_memory(8 * 2**30) or Path("/tmp")))
+    folder = Path(tempfile.mkdtemp(prefix="souschef-engine-", dir=_roomy_memory(5 * 2**30) or Path("/tmp")))
     log = folder / "log"
     try:
         process = _start(folder, log)
