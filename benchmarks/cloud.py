@@ -70,12 +70,13 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--gamma", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--gamma", type=int, nargs="*", default=[1, 2, 3, 4], help="none: capacity alone")
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_directory(arguments.model)
     prompts = [tuple(tokenizer.encode(_chat(task))) for task in TASKS]
     capacity(arguments, prompts)
-    asyncio.run(verification(arguments, tokenizer, prompts))
+    if arguments.gamma:
+        asyncio.run(verification(arguments, tokenizer, prompts))
 
 
 def _chat(task: str) -> str:
@@ -107,6 +108,7 @@ def capacity(arguments: argparse.Namespace, prompts: Sequence[tuple[int, ...]]) 
         for repeat in range(arguments.repeats + 1):
             for server in servers:
                 run = asyncio.run(_streams(server, chosen, arguments.tokens))
+                print(f"  {server.name}: {run.per_second:.1f} tokens a second", file=sys.stderr, flush=True)
                 if repeat:  # The first one warms the caches.
                     runs[server.name].append(run)
     print(f"\n{arguments.clients} clients, {arguments.tokens} tokens each, median of {arguments.repeats} runs:")
@@ -157,6 +159,7 @@ async def verification(arguments: argparse.Namespace, tokenizer: Tokenizer, prom
                         async with _client(server, tokenizer) as client:
                             drafter = ModelDrafter(draft_model.new_cache(), thread)
                             run = await _answer(server, client, request, drafter, gamma)
+                        print(f"  gamma {gamma}: {run}", file=sys.stderr, flush=True)
                         if repeat:
                             runs.setdefault(f"gamma {gamma}" if gamma else "generate", []).append(run)
     finally:

@@ -20,6 +20,10 @@ from shared.inference_thread import InferenceThread
 LM = TypeVar("LM", bound=CausalLM)
 R = TypeVar("R")
 
+LINGER_SHARE = 0.05
+"""Part of a pass's time that a batch waits for steps that were in the last one: a pass without them costs far more."""
+LONGEST_LINGER_S = 0.02
+
 
 class BatchDecoder(Protocol[LM]):
     """A model whose caches can be stepped together."""
@@ -56,23 +60,21 @@ class Batcher(Generic[LM]):
         decoder: BatchDecoder[LM],
         thread: InferenceThread,
         max_batch: int,
-        linger_s: float = 0.002,
         on_batch: Callable[[int, float, float], None] = lambda size, queue_s, busy_s: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """linger_s: how long a step waits for those that usually come with it. on_batch: told each batch's size, its
-        steps' mean wait and the time of its pass, in seconds."""
+        """on_batch: told each batch's size, its steps' mean wait and the time of its pass, in seconds."""
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self._decoder = decoder
         self._thread = thread
         self._max_batch = max_batch
-        self._linger_s = linger_s
         self._on_batch = on_batch
         self._clock = clock
         self._waiting: list[_Step[LM]] = []
         self._arrived = asyncio.Event()
         self._last_size = 1
+        self._last_pass_s = 0.0
 
     async def decode(self, cache: LM, token: int, choose: Callable[[Logits], R]) -> R:
         """Append `token` to the cache and return choose(logits [vocab_size]), which runs on the inference thread.
@@ -117,8 +119,9 @@ class Batcher(Generic[LM]):
     async def _linger(self) -> None:
         """Streams ask for their next step as soon as the last is done; give as many as last time a moment to arrive."""
         expected = min(self._last_size, self._max_batch)
+        linger_s = min(LINGER_SHARE * self._last_pass_s, LONGEST_LINGER_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._linger_s):
+            async with asyncio.timeout(linger_s):
                 while len(self._waiting) < expected:
                     self._arrived.clear()
                     await self._arrived.wait()
@@ -146,7 +149,8 @@ class Batcher(Generic[LM]):
         started = self._clock()
         logits = self._decoder.decode_batch([step.cache for step in steps], [step.token for step in steps])
         waited_s = sum(started - step.asked_at for step in steps) / len(steps)
-        self._on_batch(len(steps), waited_s, self._clock() - started)
+        self._last_pass_s = self._clock() - started
+        self._on_batch(len(steps), waited_s, self._last_pass_s)
         return [_outcome(step.choose, row) for step, row in zip(steps, logits, strict=True)]
 
 
