@@ -129,7 +129,7 @@ def test_an_interrupted_download_leaves_no_process_and_no_half_file(index: Packa
     index.stall_after = 1_500_000
 
     def interrupt_in_the_second_wheel(stage: str, done: float, total: float) -> None:
-        if done > 3_000_000:
+        if done > 3_000_000 and index.stalled.wait(30):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
