@@ -33,7 +33,7 @@ from shared.models.graph import DATA_FILE, DecoderGraph, ExternalData, LayerWeig
 from shared.models.quantise import Precision, QuantisedMatrix, carries_over, carry_over, quantise, stack
 from shared.models.scheme import Scheme, TensorClass, scheme_named
 
-BUILDER_VERSION = 2
+BUILDER_VERSION = 3
 DEFAULT_CONTEXT = 8192
 CHUNK_ELEMENTS = 1 << 18
 SAME_MATRIX = 0.1  # relative difference under which an output matrix is a requantised copy of the embedding

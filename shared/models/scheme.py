@@ -60,7 +60,7 @@ def schemes() -> dict[str, Scheme]:
     eight, four = Precision(8, 128, True), Precision(4, 64, False)
     mixed_eight = dict.fromkeys(TensorClass, eight) | {TensorClass.GATE_UP: four}
     mixed = dict.fromkeys(TensorClass, four) | {TensorClass.VOCABULARY: eight}
-    q8_mixed = Scheme("q8-mixed", 4, mixed_eight, {TensorClass.GATE_UP: eight})
+    q8_mixed = Scheme("q8-mixed", 4, mixed_eight)
     down_and_qkv = {TensorClass.FFN_DOWN: eight, TensorClass.QKV: eight}
     q8 = _uniform("q8", eight, eight)
     smaller = ((300_000_000, q8), (1_000_000_000, q8_mixed))
@@ -70,6 +70,7 @@ def schemes() -> dict[str, Scheme]:
         _uniform("q4-32", Precision(4, 32, False), eight),
         _uniform("q4-128", Precision(4, 128, False), eight),
         q8_mixed,
+        Scheme("q8-half", 4, mixed_eight, {TensorClass.GATE_UP: eight}),
         Scheme("q4-mixed", 4, mixed, down_and_qkv),
         Scheme("mixed", 4, mixed, down_and_qkv, for_smaller=smaller),
     )
