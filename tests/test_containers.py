@@ -364,9 +364,10 @@ def test_replicas_behind_nginx_keep_their_sessions(engine: Engine, smollm2_direc
         assert rounds(0, 60) == "{200}"
 
         client = Client(scaled)
-        client.push(COOL)
-        client.wait_for_cloud()
-        origins = client.chat(12, "only_cloud")["souschef"]["tokens_by_origin"]
+        with client.http:
+            client.push(COOL)
+            client.wait_for_cloud()
+            origins = client.chat(12, "only_cloud")["souschef"]["tokens_by_origin"]
         assert sum(origins.values()) == 12
         assert origins["target"] == 0
     finally:
