@@ -2,8 +2,9 @@
 
     python -m benchmarks.never_slower --preset small --prompts specbench.jsonl [--tokens 64] [--useless] [--every N]
 
-Prints, by category, time of direct over time of auto (the sum over its prompts, whole answers, prefill included), and
-their geometric mean. --useless replaces look-ups by random tokens. Nothing else should run on the machine meanwhile.
+Prints, by category, time a token of direct over that of auto (prefill included; texts that part at a near-tie may differ
+in length), and their geometric mean. --useless replaces look-ups by random tokens. Nothing else should run on the machine
+meanwhile.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class UselessDrafter(NgramDrafter):
 
 
 async def seconds(engine: Engine, scenario: Scenario, num_tokens: int, speculation: Speculation) -> float:
-    """Time of a whole greedy answer, from an empty cache."""
+    """Time a token of a whole greedy answer, from an empty cache."""
     prompt = engine.chat_template.encode(engine.tokenizer, [{"role": "user", "content": scenario.text}])
     request = GenerationRequest(
         tuple(prompt[-(engine.context_length - num_tokens - 1) :]),
@@ -59,11 +60,12 @@ async def seconds(engine: Engine, scenario: Scenario, num_tokens: int, speculati
         speculation=speculation,
     )
     engine.forget_prompts()
+    num_answered = 0
     started = time.perf_counter()
     async with engine.session(request) as session:
-        async for _ in session.run():
-            pass
-    return time.perf_counter() - started
+        async for round in session.run():
+            num_answered += len(round.tokens)
+    return (time.perf_counter() - started) / max(num_answered, 1)
 
 
 async def measure(
