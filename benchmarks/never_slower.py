@@ -2,9 +2,9 @@
 
     python -m benchmarks.never_slower --preset small --prompts specbench.jsonl [--tokens 64] [--useless] [--every N]
 
-Prints, by category, time a token of direct over that of auto (prefill included; texts that part at a near-tie may differ
-in length), and their geometric mean. --useless replaces look-ups by random tokens. Nothing else should run on the machine
-meanwhile.
+Prints, by category, time a token of direct over that of auto (prefill included; texts that part at a near-tie may
+differ in length), and their geometric mean. --useless replaces look-ups by random tokens. Nothing else should run on
+the machine meanwhile.
 """
 
 from __future__ import annotations
