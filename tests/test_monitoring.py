@@ -99,8 +99,9 @@ class System:
         found: list[dict[str, Any]] = reply.json()["data"]["result"]
         return found
 
-    def chat(self, execution: str = "auto", num_tokens: int = 24, **more: Any) -> httpx.Response:
-        body = {
+    def request(self, execution: str = "auto", num_tokens: int = 24, **more: Any) -> dict[str, Any]:
+        """A chat's body: it never ends before `num_tokens`."""
+        return {
             "messages": [{"role": "user", "content": f"Repeat: {QUOTED}"}],
             "max_tokens": num_tokens,
             "temperature": 0,
@@ -108,7 +109,9 @@ class System:
             "souschef": {"execution": execution, **more.pop("souschef", {})},
             **more,
         }
-        return self.edge.post("/v1/chat/completions", json=body)
+
+    def chat(self, execution: str = "auto", num_tokens: int = 24, **more: Any) -> httpx.Response:
+        return self.edge.post("/v1/chat/completions", json=self.request(execution, num_tokens, **more))
 
     def push(self, reading: dict[str, Any]) -> None:
         """Often enough to outvote what was read before."""
@@ -209,12 +212,17 @@ def scenario(system: System) -> None:
 
 def heat_up_while_answering(system: System) -> None:
     """Starts on the device, gets hot, is handed over."""
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(system.chat, "auto", 400)
-        time.sleep(1)
-        system.push(HOT)
-        assert answer.result().status_code == 200, answer.result().text
-        assert answer.result().json()["souschef"]["handoffs"]
+    body = system.request("auto", 900, stream=True, souschef={"speculation": "off"})
+    with system.edge.stream("POST", "/v1/chat/completions", json=body) as reply, ThreadPoolExecutor(1) as pool:
+        assert reply.status_code == 200, reply.read()
+        chunks = (json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {"))
+        # Hot as soon as the first words are here, not after a time: a quick machine is done within a second.
+        heard = [next(chunks)]
+        hot = pool.submit(system.push, HOT)
+        heard.extend(chunks)
+        hot.result()
+    told = [chunk["souschef"] for chunk in heard if chunk.get("souschef")]
+    assert told and told[-1]["handoffs"], told
 
 
 def crowd(system: System) -> None:
