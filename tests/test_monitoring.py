@@ -222,7 +222,8 @@ def heat_up_while_answering(system: System) -> None:
         heard.extend(chunks)
         hot.result()
     told = [chunk["souschef"] for chunk in heard if chunk.get("souschef")]
-    assert told and told[-1]["handoffs"], told
+    assert told, heard[-1]
+    assert told[-1]["handoffs"], told
 
 
 def crowd(system: System) -> None:
