@@ -23,7 +23,9 @@ LAST_POSITION = 4
 """Positions from here on share a cell."""
 
 CARRIED_ON = 0.9
-"""How much of one position's rate the next is believed to have before it was judged."""
+"""How much of one position's rate over its claim the next is believed to have before it was judged."""
+
+LEAST_CLAIM = 0.05
 
 Cell = tuple[str, int, int]
 
@@ -42,12 +44,12 @@ def confidence(draft: Draft, position: int) -> float:
 
 @dataclass
 class Tally:
-    """Fading counts of tokens judged and accepted."""
+    """Fading counts of tokens judged and accepted; or of anything, and the sum of its values."""
 
     judged: float = 0.0
     accepted: float = 0.0
 
-    def add(self, accepted: bool, keep: float) -> None:
+    def add(self, accepted: float, keep: float) -> None:
         """One more; the older ones fade by `keep`."""
         self.judged = self.judged * keep + 1.0
         self.accepted = self.accepted * keep + accepted
@@ -59,20 +61,34 @@ class Tally:
 
 @dataclass
 class AcceptanceStats:
-    """What one scope (the process, a request) has seen. half_life: in samples of a cell."""
+    """What one scope (the process, a request) has seen. half_life: in samples of a cell. strength: how many samples it
+    takes to outweigh the prior. keep: how much of the older samples is left after a newer one."""
 
     half_life: float
     strength: float
     cells: dict[Cell, Tally] = field(default_factory=dict)
     drafters: dict[str, Tally] = field(default_factory=dict)
+    gains: dict[str, Tally] = field(default_factory=dict)
+    keep: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keep = 0.5 ** (1.0 / self.half_life)
 
     def add(self, draft: Draft, accepted: int) -> None:
         """A verified draft whose first `accepted` tokens stood. What comes after the first rejection tells nothing."""
-        keep = 0.5 ** (1.0 / self.half_life)
         for position, stood in judged(draft, accepted):
             place = cell(draft.drafter, confidence(draft, position), position)
-            self.cells.setdefault(place, Tally()).add(stood, keep)
-            self.drafters.setdefault(draft.drafter, Tally()).add(stood, keep)
+            self.cells.setdefault(place, Tally()).add(stood, self.keep)
+            self.drafters.setdefault(draft.drafter, Tally()).add(stood, self.keep)
+
+    def asked(self, drafter: str, gain: float) -> None:
+        """A drafter was asked, and what it drafted was worth this much."""
+        self.gains.setdefault(drafter, Tally()).add(gain, self.keep)
+
+    def promise(self, drafter: str, prior: float) -> float:
+        """What asking this drafter is worth on average."""
+        tally = self.gains.get(drafter)
+        return tally.rate(prior, self.strength) if tally else prior
 
     def rate(self, cell: Cell, prior: float) -> float:
         """Chance that a token of this cell is accepted, given that those before it were."""
@@ -93,16 +109,22 @@ class AcceptancePrior:
         """strength, trust: how many samples it takes to outweigh a cell's, and a drafter's, own confidence."""
         self._stats = AcceptanceStats(half_life, strength)
         self._claimed: dict[str, Tally] = {}
-        self._keep = 0.5 ** (1.0 / half_life)
         self._trust = trust
 
     def add(self, draft: Draft, accepted: int) -> None:
         """A verified draft."""
         for position, _ in judged(draft, accepted):
             claim = self._claimed.setdefault(draft.drafter, Tally())
-            claim.judged = claim.judged * self._keep + 1.0
-            claim.accepted = claim.accepted * self._keep + confidence(draft, position)
+            claim.add(confidence(draft, position), self._stats.keep)
         self._stats.add(draft, accepted)
+
+    def asked(self, drafter: str, gain: float) -> None:
+        """See `AcceptanceStats.asked`."""
+        self._stats.asked(drafter, gain)
+
+    def promise(self, drafter: str) -> float:
+        """What asking this drafter gains; 0 while nothing was shown."""
+        return self._stats.promise(drafter, 0.0)
 
     def rate(self, cell: Cell, unseen: float) -> float:
         """Chance of a token of this cell. unseen: what to assume of a cell that was never judged."""
@@ -139,18 +161,27 @@ class AcceptanceWindow:
     def rates(self, draft: Draft) -> list[float]:
         """For each token the chance that it is accepted, given those before it.
 
-        A position that was rarely reached is believed nearly as far as the one before it, or drafts that were cut short
-        while they were bad would stay short for ever.
+        A position that was rarely reached is believed nearly as far beyond, or short of, its claim as the one before
+        it, or drafts that were cut short while they were bad would stay short for ever.
         """
         rates: list[float] = []
-        honesty, floor = self._prior.honesty(draft.drafter), 0.0
+        belief = honesty = self._prior.honesty(draft.drafter)
         for position in range(len(draft)):
             claimed = confidence(draft, position)
             place = cell(draft.drafter, claimed, position)
-            rate = self._stats.rate(place, self._prior.rate(place, max(claimed * honesty, floor)))
+            rate = self._stats.rate(place, self._prior.rate(place, min(claimed * belief, 1.0)))
             rates.append(rate)
-            floor = CARRIED_ON * rate
+            belief = max(honesty, CARRIED_ON * rate / max(claimed, LEAST_CLAIM))
         return rates
+
+    def asked(self, drafter: str, gain: float) -> None:
+        """A drafter was asked, and its draft was worth `gain` direct rounds, its cost paid."""
+        self._stats.asked(drafter, gain)
+        self._prior.asked(drafter, gain)
+
+    def promise(self, drafter: str) -> float:
+        """What asking this drafter is expected to gain, by this request and by all before it."""
+        return self._stats.promise(drafter, self._prior.promise(drafter))
 
     def typical_rates(self, drafter: str, gamma: int, expected: float) -> list[float]:
         """The same before a draft is there: by position, over all confidences. expected: the drafter's prior rate."""

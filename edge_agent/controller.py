@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from edge_agent.decision import Decision, Mode, Reason
+from edge_agent.drafters.base import Appraiser, Unpriced
 from edge_agent.energy import EnergyUse
 from edge_agent.request import GenerationRequest, Speculation
 from edge_agent.round import Round
@@ -27,8 +28,8 @@ class RoundState:
         return self.request.max_tokens - self.num_generated
 
 
-class RoundController(Protocol):
-    """Decides one request's rounds."""
+class RoundController(Appraiser, Protocol):
+    """Decides one request's rounds, and appraises drafts for the round decided last."""
 
     @property
     def energy(self) -> EnergyUse:
@@ -40,9 +41,6 @@ class RoundController(Protocol):
 
     def decide(self, state: RoundState) -> Decision:
         """The orders for the next round."""
-
-    def draft_limit(self, drafter: str) -> int:
-        """The longest draft worth asking of this drafter in the round decided last; 0 to leave it out."""
 
     def trim(self, state: RoundState, draft: Draft) -> int:
         """How many of a draft's tokens are worth verifying, now that it is known: 0 to len(draft)."""
@@ -65,7 +63,7 @@ class RoundPolicy(Protocol):
         """The controller of a new request."""
 
 
-class FixedController:
+class FixedController(Unpriced):
     """The same gamma in every round, as far as the request allows: for measuring, and for a device with no policy."""
 
     energy = EnergyUse()
@@ -81,10 +79,6 @@ class FixedController:
         if state.request.speculation is Speculation.OFF or gamma == 0:
             return Decision(Mode.LOCAL_DIRECT, 0, Reason.REQUESTED)
         return Decision(Mode.LOCAL_SPECULATIVE, gamma, self._reason)
-
-    def draft_limit(self, drafter: str) -> int:
-        """The same for all."""
-        return self._gamma
 
     def trim(self, state: RoundState, draft: Draft) -> int:
         """All of them."""

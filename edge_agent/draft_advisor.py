@@ -1,18 +1,24 @@
-"""Whether to draft for one request, how much, and how much of a draft to verify. Costs in direct rounds: c(1) is 1.
+"""Whom to ask for a draft, how long it may grow, and how much of it to verify. Costs in direct rounds: c(1) is 1.
 
-Speculation must never make an answer slower. Estimates alone can't promise that, so there is a purse besides
-(`SpeculationLedger`): every verified draft pays in what it saved or takes out what it lost, a small share of the
-decoding time flows in for trying things out, and no draft is verified that could lose more than the purse holds.
+Any number of drafters. Each has a cost a token, and those with a cache of their own have a catch-up: what they must
+take in before they can draft again. A drafter that costs next to nothing is always asked, and its draft judged once it
+is there. One that costs something is asked if it *promises* a gain: the average, over the times it was asked, of what
+its drafts were worth less what they cost. Nothing is promised until it was shown, so a new drafter begins with trials,
+paid out of its account (`SpeculationLedger`); and a catch-up is made only where the promise, over the rest of the
+answer, is worth it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from edge_agent.acceptance_window import AcceptancePrior, AcceptanceWindow
 from edge_agent.cost_model import CostCurve
-from edge_agent.gamma_chooser import best_length, measured_speedup
+from edge_agent.gamma_chooser import Choice, best_length
 from edge_agent.policy import Drafting
+from edge_agent.speculation_ledger import SpeculationLedger
 from shared.acceptance import Draft
 
 EXPECTED_RATES = {"ngram": 0.5, "prediction": 0.7, "model": 0.7}
@@ -25,6 +31,9 @@ there, and nothing is lost by asking."""
 MARGIN = 0.01
 """Expected gains under this share of a direct round are noise."""
 
+SMALL_CATCH_UP = 0.25
+"""Direct rounds of catching up that are no investment but a part of the draft."""
+
 OFF_AFTER = 8
 """Drafts in a row that weren't worth verifying, until drafting is switched off."""
 
@@ -33,45 +42,32 @@ LOOK_EVERY = 4
 
 VALUE_ROUNDS = 16.0
 
-MOST_PATIENCE = 4
-"""A trial that fails makes the next one wait longer, up to this many times as long."""
+TOKENS_A_ROUND = 2.0
+"""What a round with a draft is taken to commit, where a gain over the rest of an answer is reckoned."""
 
 
-class SpeculationLedger:
-    """What speculation may lose, in direct rounds, and when to try again what lost; one a process."""
+@dataclass(frozen=True)
+class Prospect:
+    """What lies ahead of a round. catch_up: what each drafter has to take in first, in direct rounds; nothing if not
+    named. tokens_left: what the answer will probably still need. least_saving: what a catch-up must save beyond itself.
+    """
 
-    def __init__(self, credit: float = 3.0, most: float = 6.0) -> None:
-        self._credit = credit
-        self._most = most
-        self._since_trial = 0
-        self._patience = 1
+    catch_up: Mapping[str, float]
+    tokens_left: float
+    least_saving: float
 
-    @property
-    def credit(self) -> float:
-        """The most that the next draft may lose."""
-        return max(self._credit, 0.0)
 
-    def accrue(self, decoded: float, share: float) -> None:
-        """Decoding took `decoded` direct rounds: a share of it may be spent on trying."""
-        self._since_trial += 1
-        self._credit = min(self._credit + decoded * share, self._most)
+@dataclass(frozen=True)
+class Outcome:
+    """A finished round, its costs in direct rounds. draft_costs: what each costly drafter spent on its draft.
+    catch_up_costs: what it spent on catching up before.
+    """
 
-    def may_try(self, loss: float, every: int) -> bool:
-        """Whether something that doesn't promise to pay may be tried: rarely, ever more rarely, and never on tick."""
-        return self._since_trial >= every * self._patience and self._credit >= loss
-
-    def tried(self) -> None:
-        """A trial was made: if it shows nothing, the next one waits longer."""
-        self._since_trial = 0
-        self._patience = min(self._patience * 2, MOST_PATIENCE)
-
-    def paid(self) -> None:
-        """A draft was worth verifying without being a trial."""
-        self._patience = 1
-
-    def settle(self, gain: float) -> None:
-        """A verified draft saved (or, negative, lost) this much."""
-        self._credit = min(self._credit + gain, self._most)
+    draft: Draft
+    accepted: int
+    verify_cost: float
+    draft_costs: Mapping[str, float]
+    catch_up_costs: Mapping[str, float]
 
 
 class DraftAdvisor:
@@ -82,14 +78,17 @@ class DraftAdvisor:
     ) -> None:
         """drafters: cost of a token of each, in direct rounds. probe_every: rounds between trials of what lost."""
         self._drafters = dict(drafters)
+        self._accounts = {name: ledger.account(name) for name in drafters}
         self._ledger = ledger
         self._probe_every = probe_every
         self._unused = 0
         self._since_look = 0
-        self._trial = False
         self._decoded = VALUE_ROUNDS / 2
         self._committed = VALUE_ROUNDS / 2
+        self._curve = CostCurve((1.0,))
         self._limits: dict[str, int] = {}
+        self._promises: dict[str, float] = {}
+        self._trials: frozenset[str] = frozenset()
         self.window = AcceptanceWindow(prior)
 
     @property
@@ -106,89 +105,115 @@ class DraftAdvisor:
         """The drafters' costs as they are measured now."""
         self._drafters.update(drafters)
 
-    def advise(self, curve: CostCurve, ceiling: int) -> Drafting:
+    def advise(self, curve: CostCurve, ceiling: int, prospect: Prospect) -> Drafting:
         """What drafting promises in the coming round. ceiling: the longest draft to think of."""
-        self._trial = False
-        free = [name for name in self._drafters if self._is_free(name)]
-        costly = {name: self._plan(name, curve, ceiling) for name in self._drafters if not self._is_free(name)}
-        looking = bool(free) and (not self._is_off or self._since_look >= LOOK_EVERY)
-        self._limits = {**dict.fromkeys(free, ceiling if looking else 0), **costly}
-        best = max(costly, key=lambda name: costly[name], default=None)
+        self._curve = curve
+        free = [name for name in self._drafters if self.is_free(name)]
+        costly = [name for name in self._drafters if not self.is_free(name)]
+        self._promises = {name: self.window.promise(name) for name in costly}
+        asked = [name for name in costly if self._pays(name, prospect)]
+        self._trials = frozenset(name for name in costly if name not in asked and self._may_try(name, prospect))
+        looking = not self._is_off or self._since_look >= LOOK_EVERY
+        self._limits = dict.fromkeys([*asked, *self._trials, *(free if looking else [])], ceiling)
         if free and not self._is_off:
             return Drafting(ceiling, 0, self.speedup, free=True)
-        if best is not None and costly[best]:
-            rates = self._rates(best, costly[best])
-            return Drafting(costly[best], 0, measured_speedup(rates, curve, self._drafters[best]), free=False)
-        if looking:
+        if asked:
+            return Drafting(ceiling, 0, 1.0 + max(self._promises[name] for name in asked), free=True)
+        if self._limits:
             self._since_look = 0
-            return Drafting(0, ceiling, self.speedup)
-        if best is not None and self._may_try(curve.extra(1) + self._drafters[best]):
-            self._trial = True
-            self._limits[best] = 1
-            return Drafting(0, 1, self.speedup, free=False)
+            return Drafting(0, ceiling, self.speedup, free=bool(free))
         return Drafting(0, 0, self.speedup)
 
     def limit(self, drafter: str) -> int:
         """The longest draft worth asking of this drafter in the coming round; 0 for none."""
         return self._limits.get(drafter, 0)
 
-    def saving(self, drafter: str, curve: CostCurve) -> float:
-        """What this drafter is expected to save of a token's time, as a share of a direct token."""
-        limit = self.limit(drafter)
-        if not limit:
-            return 0.0
-        return max(0.0, 1.0 - 1.0 / measured_speedup(self._rates(drafter, limit), curve, self._drafters[drafter]))
+    def promise(self, drafter: str) -> float:
+        """What asking this drafter is expected to gain, its cost paid; a trial only where nothing else gains."""
+        if self.is_free(drafter):
+            return math.inf
+        return math.ulp(0.0) if drafter in self._trials else self._promises[drafter]
 
-    def trim(self, draft: Draft, curve: CostCurve, *, forced: bool = False) -> int:
-        """How many tokens of a draft to verify, now that it is there and its cost is spent."""
+    def choose(self, draft: Draft, *, forced: bool = False) -> Choice:
+        """The best length of a draft, now that it is there and its cost is spent."""
+        most_extra = math.inf if forced else self._accounts[draft.drafter].rounds.credit
+        return best_length(
+            self.window.rates(draft), self._curve, value=self.value, margin=MARGIN, most_extra=most_extra
+        )
+
+    def go_on(self, drafter: str, confidences: Sequence[float]) -> bool:
+        """Whether one more token promises more than drafting and verifying it cost, and the account can bear it."""
+        length = len(confidences)
+        if self._loss(drafter, length + 1) > self._accounts[drafter].rounds.credit:
+            return False
+        rates = self.window.rates(Draft((0,) * length, drafter, confidences=tuple(confidences)))
+        chance = math.prod(rates) * self.window.typical_rates(drafter, 1, EXPECTED_RATES.get(drafter, 0.5))[0]
+        extra = self._curve.at(length + 2) - self._curve.at(length + 1) + self._drafters[drafter]
+        return chance * self.value > extra
+
+    def trim(self, draft: Draft, *, forced: bool = False) -> int:
+        """How many tokens of a draft to verify."""
         if not draft.tokens:
             return 0
-        most_extra = float("inf") if forced else self._ledger.credit
-        rates = self.window.rates(draft)
-        length = best_length(rates, curve, value=self.value, margin=MARGIN, most_extra=most_extra).length
+        length = self.choose(draft, forced=forced).length
+        account = self._accounts[draft.drafter]
         self._unused = 0 if length else self._unused + 1
         if length:
-            self._ledger.paid()
-        if length or forced:
-            return max(length, 1)
-        if self._trial or self._may_try(curve.extra(1)):
-            self._ledger.tried()
+            account.paid()
+            return length
+        on_trial = draft.drafter in self._trials or account.may_try
+        if forced or (on_trial and account.rounds.credit >= self._curve.extra(1)):
+            account.tried(self._probe_every)
             return 1
         return 0
 
-    def observe(self, draft: Draft, accepted: int, verify_cost: float, draft_cost: float, share: float) -> None:
-        """A round is over. costs: what it took, in direct rounds. share: of the time, for trying things out."""
-        cost = verify_cost + draft_cost
+    def observe(self, round: Outcome, share: float) -> None:
+        """A round is over. share: of its time, for trying things out."""
         self._since_look += 1
-        tokens = accepted + 1
+        cost = round.verify_cost + sum(round.draft_costs.values())
         keep = 1.0 - 1.0 / VALUE_ROUNDS
         self._decoded = self._decoded * keep + cost
-        self._committed = self._committed * keep + tokens
-        self._ledger.accrue(cost, share)
-        # A direct round neither saves nor loses: how far its own time lies off the average is noise.
-        self._ledger.settle(tokens - cost if draft.tokens else -draft_cost)
-        self.window.add(draft, accepted)
+        self._committed = self._committed * keep + round.accepted + 1
+        self._ledger.accrue(cost * share)
+        for name, spent in round.draft_costs.items():
+            self._accounts[name].settle(-spent)
+        for name, spent in round.catch_up_costs.items():
+            self._accounts[name].starts.put(-spent)
+        if round.draft.tokens:
+            # A direct round neither saves nor loses: how far its own time lies off the average is noise.
+            self._accounts[round.draft.drafter].settle(round.accepted + 1 - round.verify_cost)
+        self.window.add(round.draft, round.accepted)
+
+    def note(self, draft: Draft) -> None:
+        """A costly drafter was asked and this came: what it is worth tells what asking it again promises."""
+        self.window.asked(draft.drafter, self.choose(draft).gain - len(draft) * self._drafters[draft.drafter])
+
+    def is_free(self, drafter: str) -> bool:
+        """Whether asking costs next to nothing."""
+        return self._drafters.get(drafter, 1.0) < FREE_DRAFT
 
     @property
     def _is_off(self) -> bool:
         return self._unused >= OFF_AFTER
 
-    def _is_free(self, drafter: str) -> bool:
-        return self._drafters[drafter] < FREE_DRAFT
+    def _pays(self, drafter: str, prospect: Prospect) -> bool:
+        """Whether a costly drafter's promise is worth its catching up."""
+        promise, catch_up = self._promises[drafter], prospect.catch_up.get(drafter, 0.0)
+        if promise <= MARGIN or self._accounts[drafter].rounds.credit < self._loss(drafter, 1):
+            return False
+        if catch_up <= SMALL_CATCH_UP:
+            return True
+        saving = promise * prospect.tokens_left / TOKENS_A_ROUND
+        return saving - catch_up > prospect.least_saving and self._accounts[drafter].starts.credit >= 0.0
 
-    def _may_try(self, loss: float) -> bool:
-        return self._ledger.may_try(loss, self._probe_every)
+    def _may_try(self, drafter: str, prospect: Prospect) -> bool:
+        account, loss = self._accounts[drafter], self._loss(drafter, 1)
+        return (
+            account.may_try
+            and account.rounds.credit >= loss
+            and account.starts.credit >= loss + prospect.catch_up.get(drafter, 0.0)
+        )
 
-    def _rates(self, drafter: str, gamma: int) -> list[float]:
-        return self.window.typical_rates(drafter, gamma, EXPECTED_RATES.get(drafter, 0.5))
-
-    def _plan(self, drafter: str, curve: CostCurve, ceiling: int) -> int:
-        """The best gamma of a drafter whose tokens cost something, before it has drafted."""
-        return best_length(
-            self._rates(drafter, ceiling),
-            curve,
-            value=self.value,
-            draft_cost=self._drafters[drafter],
-            margin=MARGIN,
-            most_extra=self._ledger.credit,
-        ).length
+    def _loss(self, drafter: str, length: int) -> float:
+        """What a draft of this length loses if all of it is rejected."""
+        return length * self._drafters[drafter] + self._curve.extra(length)

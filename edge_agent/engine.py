@@ -95,15 +95,16 @@ class Engine:
     async def session(self, request: GenerationRequest) -> AsyncIterator[Session]:
         """A session with caches of its own for as long as the block lasts."""
         async with AsyncExitStack() as stack:
+            controller = self.policy.open(request)
             target_lm = await stack.enter_async_context(self.target.slot(request.prompt))
             lookups: list[Drafter] = [NgramDrafter()]
             if request.prediction:
                 lookups.insert(0, PredictionDrafter(request.prediction, len(request.prompt)))
             models: list[Drafter] = []
-            cloud_model = ModelDrafter(target_lm, self.thread)
+            cloud_model = ModelDrafter(target_lm, self.thread, controller)
             if self.draft is not None:
                 cloud_model = ModelDrafter(
-                    await stack.enter_async_context(self.draft.slot(request.prompt)), self.thread
+                    await stack.enter_async_context(self.draft.slot(request.prompt)), self.thread, controller
                 )
                 models.append(cloud_model)
             ahead = DraftAhead(cloud_model)
@@ -113,14 +114,13 @@ class Engine:
                 Mode.LOCAL_SPECULATIVE: verifier,
                 **await self.cloud.open(request, ahead),
             }
-            controller = self.policy.open(request)
             yield Session(
                 request,
                 controller,
-                ChainDrafter([*lookups, *models], controller.draft_limit),
+                ChainDrafter([*lookups, *models], controller),
                 verifiers,
                 self.context_length,
-                cloud_drafter=ChainDrafter([*lookups, ahead], controller.draft_limit),
+                cloud_drafter=ChainDrafter([*lookups, ahead], controller),
             )
 
     def forget_prompts(self) -> None:

@@ -15,22 +15,25 @@ from edge_agent.controller import RoundState
 from edge_agent.cost_model import CostCurve, CostModel
 from edge_agent.decision import Decision, Mode, Reason
 from edge_agent.device_state import UNKNOWN_DEVICE, DeviceState
-from edge_agent.draft_advisor import EXPECTED_RATES, DraftAdvisor, SpeculationLedger
+from edge_agent.draft_advisor import EXPECTED_RATES, DraftAdvisor, Outcome, Prospect
 from edge_agent.energy import CpuTimeMeter, EnergyAccount, EnergyMeter, EnergyUse, radio_j
 from edge_agent.gamma_chooser import Choice, best_length, curve_mix
 from edge_agent.link_state import NO_LINK, LinkState
 from edge_agent.policy import PolicyInputs, PolicyMemory, Wishes, decide
 from edge_agent.request import Execution, GenerationRequest, Speculation
 from edge_agent.round import Round
+from edge_agent.speculation_ledger import SpeculationLedger
 from edge_agent.thresholds import Thresholds
 from shared.acceptance import Draft
 from shared.errors import CloudUnavailableError
 
 ENERGY_WEIGHTS = {Objective.LATENCY: 0.0, Objective.BALANCED: 0.5, Objective.ENERGY: 1.0}
 DECISIONS_KEPT = 50
-SMALL_CATCH_UP = 1.0
-"""Direct rounds that a drafter may need to catch up without its being weighed."""
 LONGEST_DRAFT = 16
+LAST_COMMITTED = 16
+"""Tokens that a drafter may be behind and still draft at its usual cost: those of the last round."""
+ANY_GAIN = 1.0
+"""Of asking, where a draft is wanted whatever it is worth: the first one is taken."""
 CLOUD_CHOICE_EVERY = 8
 """Rounds between new choices of the draft length for an unchanged link."""
 NO_CHOICE = Choice(0, 0.0, 1.0, float("inf"))
@@ -143,7 +146,7 @@ class PolicyEngine:
                 "draft_token_ms": {name: round(cost * 1e3, 4) for name, cost in self.costs.draft_costs.items()},
             },
             "acceptance": {name: round(self.prior.honesty(name), 3) for name in self.drafters},
-            "credit": round(self.ledger.credit, 3),
+            "credit": {name: round(credit, 3) for name, credit in self.ledger.credits().items()},
             "energy_source": self.energy.source,
             "decisions": [
                 {
@@ -172,8 +175,7 @@ class PolicyController:
         self._curve = engine.relative_curve()
         self._current: Decision | None = None
         self._last: Decision | None = None
-        self._proposed = Draft()
-        self._last_drafter: str | None = None
+        self._proposed: list[Draft] = []
         self._position = len(request.prompt)
         self._expected_left = request.max_tokens
         self._taken_in: dict[str, int] = {}
@@ -204,13 +206,27 @@ class PolicyController:
         return self._advisor.window.acceptance_rate
 
     def draft_limit(self, drafter: str) -> int:
-        """The longest draft worth asking of this drafter in the coming round: for a chain of several."""
-        if self._drafts_for_cloud:
+        """See `Appraiser.draft_limit`."""
+        if self._drafts_for_cloud or self._forced:
             return LONGEST_DRAFT
-        limit = self._advisor.limit(drafter)
-        if self._wishes.speculation is Speculation.ON:
-            return max(limit, 1)
-        return limit if self._catch_up_pays(drafter) else 0
+        return self._advisor.limit(drafter)
+
+    def promise(self, drafter: str) -> float:
+        """See `Appraiser.promise`."""
+        if self._drafts_for_cloud or self._forced:
+            return ANY_GAIN
+        return self._advisor.promise(drafter)
+
+    def gain(self, draft: Draft) -> float:
+        """See `Appraiser.gain`. Drafts are noted: what they cost and were worth is learnt when the round is over."""
+        self._proposed.append(draft)
+        if self._drafts_for_cloud or self._forced:
+            return 2 * ANY_GAIN if draft.tokens else 0.0
+        return self._advisor.choose(draft).gain if draft.tokens else 0.0
+
+    def go_on(self, drafter: str, confidences: Sequence[float]) -> bool:
+        """See `Appraiser.go_on`. A draft for the cloud has the length that its link asks for."""
+        return self._drafts_for_cloud or self._advisor.go_on(drafter, confidences)
 
     def decide(self, state: RoundState) -> Decision:
         """The orders for the next round."""
@@ -225,10 +241,9 @@ class PolicyController:
 
     def trim(self, state: RoundState, draft: Draft) -> int:
         """The length that promises the most, judged by this draft's own confidences."""
-        self._proposed = draft
         if self._drafts_for_cloud:
             return len(draft)  # Its length was chosen for the link; the cloud charges by the round trip.
-        return self._advisor.trim(draft, self._curve, forced=self._wishes.speculation is Speculation.ON)
+        return self._advisor.trim(draft, forced=self._forced)
 
     def observe(self, state: RoundState, round: Round) -> None:
         """Learn costs, acceptance and energy from a finished round."""
@@ -238,9 +253,7 @@ class PolicyController:
         clean = self._is_clean_sample(round)
         positions = len(round.draft) + 1
         if round.decision.mode.on_device:
-            verify_cost, draft_cost = self._relative_costs(round, clean)
-            share = engine.thresholds.probe_share
-            self._advisor.observe(round.draft, round.accepted, verify_cost, draft_cost, share)
+            self._advisor.observe(self._outcome(round, clean), engine.thresholds.probe_share)
             engine.speedup = self._advisor.speedup
             if clean:
                 engine.costs.observe_verify(positions, round.verify_s)
@@ -252,7 +265,7 @@ class PolicyController:
                     engine.learn_energy(positions, joules)
         else:
             self._advisor.window.add(round.draft, round.accepted)
-        self._learn_draft_cost(round)
+        self._proposed.clear()
         self._last = round.decision
         if round.finish_reason is not None:
             engine.learn_length(state.num_generated + len(round.tokens))
@@ -288,7 +301,7 @@ class PolicyController:
             device=engine.senses.device(),
             link=link,
             link_failed=failed is not None and now - failed < thresholds.cloud_retry_s,
-            drafting=self._advisor.advise(self._curve, ceiling),
+            drafting=self._advisor.advise(self._curve, ceiling, self._prospect()),
             cloud_gamma=cloud.length,
             cloud_speed=cloud.tokens * engine.costs.direct / cloud.cost,
             direct_s=engine.costs.calibrated_direct,
@@ -299,6 +312,11 @@ class PolicyController:
             waiting=self._load.waiting,
             previous=self._last.mode if self._last else None,
         )
+
+    def _prospect(self) -> Prospect:
+        catch_up = {name: self._catch_up(name) for name in self._engine.catch_up_s}
+        gate = self._engine.thresholds.benefit_gate_s / self._engine.costs.direct
+        return Prospect(catch_up, self._expected_left, gate)
 
     def _choose_for_cloud(self, link: LinkState) -> Choice:
         """The best draft for the link: a round trip is paid once a round, so drafts are longer than here."""
@@ -315,6 +333,10 @@ class PolicyController:
         return best
 
     @property
+    def _forced(self) -> bool:
+        return self._wishes.speculation is Speculation.ON
+
+    @property
     def _drafts_for_cloud(self) -> bool:
         return self._current is not None and self._current.mode is Mode.CLOUD_VERIFY
 
@@ -327,37 +349,41 @@ class PolicyController:
         """Whether the round's time is that of one pass: alone, and with nothing to catch up on."""
         return round.number > 0 and self._load.running <= 1 and self._last is not None and self._last.mode.on_device
 
-    def _relative_costs(self, round: Round, clean: bool) -> tuple[float, float]:
-        """What verifying and drafting took in direct rounds: measured where that is sound, within bounds of what was
-        expected."""
-        curve, direct = self._engine.costs.curve, self._engine.costs.direct
-        expected = curve.at(len(round.draft) + 1)
+    def _outcome(self, round: Round, clean: bool) -> Outcome:
+        """What the round cost in direct rounds: measured where that is sound, within bounds of what was expected."""
+        costs = self._engine.costs
+        expected = costs.curve.at(len(round.draft) + 1)
         verify = min(max(round.verify_s, 0.7 * expected), 1.5 * expected) if clean else expected
-        draft = round.draft_s if self._load.running <= 1 else 0.0
-        proposed = self._proposed
-        if proposed.tokens and proposed.drafter != self._last_drafter:
-            # It sat out the last round, so it caught up in this one: paid once, and weighed by `_catch_up_pays`.
-            draft = len(proposed) * self._engine.costs.draft_cost(proposed.drafter)
-        return verify / direct, draft / direct
+        draft_costs, catch_up_costs = self._learn_drafts(round.draft_s)
+        return Outcome(round.draft, round.accepted, verify / costs.direct, draft_costs, catch_up_costs)
 
-    def _catch_up_pays(self, drafter: str) -> bool:
-        """Whether what a drafter will save in the rest of the answer is worth what it has to take in first."""
-        engine = self._engine
-        behind = self._position - self._taken_in.get(drafter, 0)
-        cost_s = behind * engine.catch_up_s.get(drafter, 0.0)
-        if cost_s <= SMALL_CATCH_UP * engine.costs.direct:
-            return True
-        return self._advisor.saving(drafter, self._curve) * self._expected_left * engine.costs.direct > cost_s
+    def _learn_drafts(self, draft_s: float) -> tuple[dict[str, float], dict[str, float]]:
+        """What the drafters that were asked cost, and what catching up cost, in direct rounds, by drafter.
 
-    def _learn_draft_cost(self, round: Round) -> None:
-        """By what was proposed, before it was trimmed. A drafter that sat out the last round catches up in this one."""
-        proposed, self._proposed = self._proposed, Draft()
-        drafter = proposed.drafter if proposed.tokens else None
-        if drafter is not None and drafter == self._last_drafter and self._load.running <= 1:
-            self._engine.costs.observe_draft(drafter, len(proposed), round.draft_s)
-        if drafter is not None:
-            self._taken_in[drafter] = self._position
-        self._last_drafter = drafter
+        Measured where one alone was asked and had nothing to catch up on; else as it is known.
+        """
+        costs = self._engine.costs
+        draft_costs: dict[str, float] = {}
+        catch_up_costs: dict[str, float] = {}
+        asked = [draft for draft in self._proposed if not self._advisor.is_free(draft.drafter)]
+        for draft in asked or self._proposed[:1]:
+            name, spent = draft.drafter, len(draft) * costs.draft_cost(draft.drafter)
+            catch_up = self._catch_up(name)
+            if catch_up > 0.0:
+                catch_up_costs[name] = catch_up
+            elif len(asked) <= 1 and self._load.running <= 1 and draft.tokens:
+                spent = draft_s
+                costs.observe_draft(name, len(draft), spent)
+            draft_costs[name] = spent / costs.direct
+            self._taken_in[name] = self._position
+            if asked:
+                self._advisor.note(draft)
+        return draft_costs, catch_up_costs
+
+    def _catch_up(self, drafter: str) -> float:
+        """Direct rounds that a drafter needs to take in what was committed without it."""
+        behind = self._position - self._taken_in.get(drafter, 0) - LAST_COMMITTED
+        return max(behind, 0) * self._engine.catch_up_s.get(drafter, 0.0) / self._engine.costs.calibrated_direct
 
     def _by_component(self, state: RoundState, round: Round, joules: float) -> EnergyUse:
         """A round's joules by the share of time: a first round is all prefill; a cloud round's wait costs the radio."""

@@ -294,7 +294,7 @@ class _Bench:
             yield Session(
                 request,
                 controller,
-                ChainDrafter([NgramDrafter()], controller.draft_limit),
+                ChainDrafter([NgramDrafter()], controller),
                 {
                     Mode.LOCAL_DIRECT: local,
                     Mode.LOCAL_SPECULATIVE: local,

@@ -274,6 +274,11 @@ def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
     return np.sort(order[: int(np.searchsorted(share, top_p)) + 1])
 
 
+def likelihood(logits: Logits, token: int) -> float:
+    """Probability of a token before temperature and filters. logits: [vocab_size]."""
+    return float(1.0 / np.exp(np.minimum(logits - logits[token], _NEGLIGIBLE_NATS), dtype=np.float32).sum())
+
+
 def top_logprobs(logits: Logits, chosen: int, count: int) -> tuple[float, list[tuple[int, float]]]:
     """Log probability of `chosen` and the `count` likeliest ids with theirs, of the unfiltered target.
 

@@ -62,10 +62,14 @@ def play(
         kind = drafts(result.tokens)
         gamma = min(decision.gamma, state.num_left - 1)
         draft, draft_s = Draft(), 0.0
-        if gamma > 0:
-            offered = min(gamma, controller.draft_limit(kind.name)) if rng.random() < kind.offered else 0
-            draft = Draft((7,) * offered, kind.name, confidences=(kind.confidence,) * offered)
-            draft_s = kind.cost_s * max(offered, 1)
+        if gamma > 0 and controller.draft_limit(kind.name) > 0 and controller.promise(kind.name) > 0:
+            longest = min(gamma, controller.draft_limit(kind.name)) if rng.random() < kind.offered else 0
+            confidences = [kind.confidence] * min(longest, 1)
+            while 0 < len(confidences) < longest and controller.go_on(kind.name, confidences):
+                confidences.append(kind.confidence)
+            draft = Draft((7,) * len(confidences), kind.name, confidences=tuple(confidences))
+            draft_s = kind.cost_s * max(len(draft), 1)
+            controller.gain(draft)
             keep = controller.trim(state, draft)
             draft = Draft((7,) * keep, kind.name, confidences=(kind.confidence,) * keep)
         accepted = 0

@@ -107,7 +107,7 @@ def test_off_is_not_permanent_for_a_costly_drafter() -> None:
     reasons = [decision.reason for decision in result.decisions]
     assert Reason.ACCEPTANCE_LOW in reasons
     assert Reason.PROBE in reasons
-    assert result.decisions[-20].gamma > 0
+    assert max(result.verified[-20:]) > 0
 
 
 def test_each_request_starts_at_the_same_gamma() -> None:
@@ -247,7 +247,7 @@ def test_real_loop_gives_the_target_own_text() -> None:
             verifiers = {Mode.LOCAL_DIRECT: verifier, Mode.LOCAL_SPECULATIVE: verifier}
             used = engine or PolicyEngine(CostModel(curve("small")), SERVER.updated({"max_gamma": 0}))
             controller = used.open(request)
-            chain = ChainDrafter([NgramDrafter(), ModelDrafter(draft, thread)], controller.draft_limit)
+            chain = ChainDrafter([NgramDrafter(), ModelDrafter(draft, thread)], controller)
             session = Session(request, controller, chain, verifiers, 4096)
             return [event.token async for round in session.run() for event in round.tokens]
         finally:
@@ -261,37 +261,62 @@ def test_real_loop_gives_the_target_own_text() -> None:
 
 
 CATCH_UP_CURVE = [0.042, 0.046, 0.057, 0.067, 0.077]
+SURE = Draft((5, 5), "model", (), (0.95, 0.95))
 
 
-def catching_up(prompt_length: int, max_tokens: int) -> tuple[PolicyEngine, PolicyController, RoundState]:
-    """A request before its first round, with a draft model that takes 2 ms a token to take the prompt in."""
+def catching_up(prompt_length: int, max_tokens: int, *, shown: int = 0) -> tuple[PolicyEngine, PolicyController]:
+    """A request before its first round, with a draft model that takes 2 ms a token to take the prompt in, and that was
+    worth asking so many times before."""
     engine = PolicyEngine(
         CostModel(CATCH_UP_CURVE, {"model": 0.005}),
         PRESETS[Preset.SERVER],
         drafters=("ngram", "model"),
         catch_up_s={"model": 0.002},
     )
+    for _ in range(shown):
+        engine.prior.asked("model", 0.3)
     request = GenerationRequest((1,) * prompt_length, max_tokens)
     controller = engine.open(request)
-    state = RoundState(request, 0, 0, 4000)
-    controller.decide(state)
-    return engine, controller, state
+    controller.decide(RoundState(request, 0, 0, 4000))
+    return engine, controller
 
 
 def test_a_draft_model_is_not_asked_where_taking_the_prompt_in_costs_more_than_it_saves() -> None:
+    assert catching_up(prompt_length=200, max_tokens=128, shown=50)[1].draft_limit("model") > 0
+    assert catching_up(prompt_length=2000, max_tokens=16, shown=50)[1].draft_limit("model") == 0
+    assert catching_up(prompt_length=2000, max_tokens=16, shown=50)[1].draft_limit("ngram") > 0
+
+
+def test_an_unknown_draft_model_is_tried_only_where_little_is_at_stake() -> None:
     assert catching_up(prompt_length=20, max_tokens=128)[1].draft_limit("model") > 0
-    assert catching_up(prompt_length=2000, max_tokens=16)[1].draft_limit("model") == 0
-    assert catching_up(prompt_length=2000, max_tokens=16)[1].draft_limit("ngram") > 0
+    assert catching_up(prompt_length=200, max_tokens=128)[1].draft_limit("model") == 0
 
 
-def test_a_catch_up_does_not_stop_other_drafters() -> None:
+def test_a_catch_up_stops_neither_other_drafters_nor_its_own() -> None:
     """The first draft of a model includes the prompt: seconds that say nothing about what a draft costs."""
-    engine, controller, state = catching_up(prompt_length=256, max_tokens=128)
-    before = engine.ledger.credit
-    draft = Draft((5,), "model", (), (0.9,))
-    assert controller.trim(state, draft) == 1
-    tokens = (TokenEvent(256, 5, Origin.DRAFT), TokenEvent(257, 7, Origin.TARGET))
-    decision = Decision(Mode.LOCAL_SPECULATIVE, 1, Reason.NOMINAL)
-    controller.observe(state, Round(0, decision, draft, 1, 7, tokens, draft_s=0.7, verify_s=2.8))
-    assert engine.ledger.credit > before
+    engine, controller = catching_up(prompt_length=256, max_tokens=128, shown=50)
+    account = engine.ledger.account("model")
+    before = account.rounds.credit, account.starts.credit
+    assert controller.gain(SURE) > 0
+    assert controller.trim(state(), SURE) == 2
+    tokens = tuple(TokenEvent(256 + index, 5, Origin.DRAFT) for index in range(3))
+    decision = Decision(Mode.LOCAL_SPECULATIVE, 2, Reason.NOMINAL)
+    controller.observe(state(), Round(0, decision, SURE, 2, 5, tokens, draft_s=0.7, verify_s=2.8))
+    assert account.rounds.credit > before[0]
+    assert account.starts.credit < before[1]
     assert engine.costs.draft_cost("model") == 0.005
+    assert engine.prior.promise("model") > 0.2
+
+
+def test_drafting_stops_where_another_token_is_not_worth_its_cost() -> None:
+    _, controller = catching_up(prompt_length=20, max_tokens=128)
+    assert controller.go_on("model", [0.95])
+    assert not controller.go_on("model", [0.15])
+    assert not controller.go_on("model", [0.95, 0.1])
+
+
+def test_a_costly_drafter_is_asked_only_where_it_promises_more_than_a_draft_that_is_there() -> None:
+    _, controller = catching_up(prompt_length=20, max_tokens=128, shown=50)
+    unsure, sure = Draft((5,), "ngram", (), (0.2,)), Draft((5,) * 4, "ngram", (), (0.95,) * 4)
+    assert controller.gain(unsure) < controller.promise("model") < controller.gain(sure)
+    assert controller.promise("ngram") > controller.gain(sure)

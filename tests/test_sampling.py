@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.sampling import Distribution, Noise, Sampler, SamplingParams, draw, filtered_softmax, top_logprobs, uniform
+from shared.sampling import (
+    Distribution,
+    Noise,
+    Sampler,
+    SamplingParams,
+    draw,
+    filtered_softmax,
+    likelihood,
+    top_logprobs,
+    uniform,
+)
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
 
@@ -140,3 +150,11 @@ def test_top_logprobs_are_of_the_raw_target_and_ordered() -> None:
     assert logprob == pytest.approx(math.log(0.1))
     assert [(i, round(math.exp(value), 6)) for i, value in top] == [(0, 0.4), (1, 0.3)]
     assert top_logprobs(LOGITS, chosen=3, count=0)[1] == []
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_likelihood_is_the_softmax_before_filters(kind: type) -> None:
+    logits = np.array([1.0, 3.0, -2.0, 90.0], kind)
+    expected = np.exp(logits.astype(np.float64) - 90.0)
+    for token in range(len(logits)):
+        assert likelihood(logits, token) == pytest.approx((expected / expected.sum())[token], abs=1e-6)

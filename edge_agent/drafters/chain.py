@@ -1,32 +1,36 @@
-"""The first drafter that has an idea drafts."""
+"""Several drafters, asked in turn for as long as the next one promises more than what is there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from edge_agent.drafters.base import Drafter
+from edge_agent.drafters.base import Appraiser, Drafter, Unpriced
 from shared.acceptance import Draft
 from shared.sampling import Sampler
 
 
 class ChainDrafter:
-    """Asks its drafters in order, the cheapest first."""
+    """Asks its drafters in order, the cheapest first, and takes the draft that is worth the most."""
 
     name = "chain"
 
-    def __init__(self, drafters: Sequence[Drafter], limit: Callable[[str], int] | None = None) -> None:
-        """limit: by a drafter's name, the longest draft worth asking of it in the coming round; 0 leaves it out."""
+    def __init__(self, drafters: Sequence[Drafter], appraiser: Appraiser | None = None) -> None:
+        """appraiser: says what asking and what a draft is worth; without one the first draft is taken."""
         self._drafters = tuple(drafters)
-        self._limit = limit
+        self._appraiser = appraiser or Unpriced()
 
     async def propose(self, tokens: Sequence[int], gamma: int, sampler: Sampler) -> Draft:
-        """The first draft that isn't empty."""
+        """The draft that promises the most; whether that is enough is for whoever trims it."""
+        best, best_gain = Draft(), 0.0
         for drafter in self._drafters:
-            wanted = gamma if self._limit is None else min(gamma, self._limit(drafter.name))
-            draft = await drafter.propose(tokens, wanted, sampler) if wanted > 0 else Draft()
-            if draft.tokens:
-                return draft
-        return Draft()
+            wanted = min(gamma, self._appraiser.draft_limit(drafter.name))
+            if wanted <= 0 or self._appraiser.promise(drafter.name) <= best_gain:
+                continue
+            draft = await drafter.propose(tokens, wanted, sampler)
+            gain = self._appraiser.gain(draft)
+            if draft.tokens and (gain > best_gain or not best.tokens):
+                best, best_gain = draft, gain
+        return best
 
     def close(self) -> None:
         """Close all of them."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edge_agent.drafters.base import Appraiser, Unpriced
 from shared.acceptance import Draft, common_prefix_length
 from shared.causal_lm import CausalLM
 from shared.inference_thread import InferenceThread
-from shared.sampling import Distribution, Sampler, draw
+from shared.sampling import Distribution, Sampler, draw, likelihood
 
 CATCH_UP_CHUNK = 128
 """Tokens a catch-up job feeds at most, so that other sessions get their turn in between."""
@@ -18,12 +19,14 @@ class ModelDrafter:
 
     name = "model"
 
-    def __init__(self, lm: CausalLM, thread: InferenceThread) -> None:
+    def __init__(self, lm: CausalLM, thread: InferenceThread, appraiser: Appraiser | None = None) -> None:
+        """appraiser: says after each token whether another one is worth its cost; without one `gamma` are drawn."""
         self._lm = lm
         self._thread = thread
+        self._appraiser = appraiser or Unpriced()
 
     async def propose(self, tokens: Sequence[int], gamma: int, sampler: Sampler) -> Draft:
-        """`gamma` tokens, fewer where the context ends.
+        """At most `gamma` tokens, fewer where the context ends or another one isn't worth drawing.
 
         The cache first drops what was rejected and takes in what was committed without it: the bonus of the last round,
         or many tokens after rounds in which nothing was drafted.
@@ -44,13 +47,16 @@ class ModelDrafter:
         feed = list(tokens[len(self._lm.tokens) :])
         drawn: list[int] = []
         distributions: list[Distribution] = []
-        while len(drawn) < gamma:
-            logits = self._lm.forward(feed, 1)
-            distribution = sampler.distribution(logits[0])
+        confidences: list[float] = []
+        while len(drawn) < gamma and (not drawn or self._appraiser.go_on(self.name, confidences)):
+            logits = self._lm.forward(feed, 1)[0]
+            distribution = sampler.distribution(logits)
             token = draw(distribution, sampler.params.seed, len(tokens) + len(drawn))
             sampler.append(token)
             drawn.append(token)
             distributions.append(distribution)
+            # One that has a single choice, as greedy decoding has, is sure of it; how sure the model is, is not.
+            sure = len(distribution.ids) == 1
+            confidences.append(likelihood(logits, token) if sure else distribution.prob(token))
             feed = [token]
-        confidences = tuple(d.prob(t) for d, t in zip(distributions, drawn, strict=True))
-        return Draft(tuple(drawn), self.name, tuple(distributions), confidences)
+        return Draft(tuple(drawn), self.name, tuple(distributions), tuple(confidences))

@@ -1,0 +1,84 @@
+"""What drafting may lose: an account for each drafter, in direct rounds.
+
+Speculation must never make an answer slower, and estimates alone can't promise that. So each drafter has an account of
+its own, and one that is bad costs no other its chances. What a verified draft saved flows in, what it lost flows out,
+and a small share of all decoding time flows in for trying things out. No draft is verified that could lose more than
+its drafter's account holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MOST_PATIENCE = 4
+"""A trial that fails makes the next one wait longer, up to this many times as long."""
+
+
+@dataclass
+class Purse:
+    """Direct rounds that may be lost. May fall below zero; then nothing is risked until it has filled again."""
+
+    credit: float
+    most: float
+
+    def put(self, gain: float) -> None:
+        """A gain, or a loss if negative."""
+        self.credit = min(self.credit + gain, self.most)
+
+
+@dataclass
+class Account:
+    """One drafter's.
+
+    rounds: what its next draft may lose. starts: what may be spent on catching up before it has drafted at all: it pays
+    for every catch-up and holds no more than its drafts have earned since.
+    """
+
+    rounds: Purse = field(default_factory=lambda: Purse(2.0, 4.0))
+    starts: Purse = field(default_factory=lambda: Purse(2.0, 4.0))
+    _wait: int = 0
+    _patience: int = 1
+
+    def settle(self, gain: float) -> None:
+        """One of its drafts saved (or, negative, lost) this much."""
+        self.rounds.put(gain)
+        self.starts.put(gain)
+
+    @property
+    def may_try(self) -> bool:
+        """Whether it is time to try what doesn't promise to pay."""
+        return self._wait <= 0
+
+    def tried(self, every: int) -> None:
+        """A trial was made. The next one waits `every` rounds, and longer after each that showed nothing."""
+        self._wait = every * self._patience
+        self._patience = min(self._patience * 2, MOST_PATIENCE)
+
+    def paid(self) -> None:
+        """A draft was worth verifying without being a trial."""
+        self._patience = 1
+
+    def accrue(self, gain: float) -> None:
+        """A round has passed, and this much may be spent on trying."""
+        self._wait -= 1
+        self.settle(gain)
+
+
+class SpeculationLedger:
+    """The accounts of all drafters; one ledger a process."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+
+    def account(self, drafter: str) -> Account:
+        """A drafter's account, opened when it is first asked for."""
+        return self._accounts.setdefault(drafter, Account())
+
+    def accrue(self, gain: float) -> None:
+        """A round has passed: this much, shared among the drafters, may be spent on trying."""
+        for account in self._accounts.values():
+            account.accrue(gain / len(self._accounts))
+
+    def credits(self) -> dict[str, float]:
+        """What each drafter's next draft may lose."""
+        return {name: account.rounds.credit for name, account in self._accounts.items()}
