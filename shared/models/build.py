@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +12,9 @@ from typing import Literal
 
 import numpy as np
 import onnx
-from filelock import FileLock
 
 from shared.cpus import usable_cpus
+from shared.models.blocks import DATA_FILE, ExternalData, LayerWeights, RotaryTables
 from shared.models.directory import (
     CHECKED_FILE,
     CONFIG_FILE,
@@ -29,9 +27,10 @@ from shared.models.directory import (
     genai_config,
 )
 from shared.models.gguf_source import FloatArray, GgufSource, RawTensor
-from shared.models.graph import DATA_FILE, DecoderGraph, ExternalData, LayerWeights
+from shared.models.graph import DecoderGraph
 from shared.models.quantise import Precision, QuantisedMatrix, carries_over, carry_over, quantise, stack
 from shared.models.scheme import Scheme, TensorClass, scheme_named
+from shared.models.whole_directory import whole_directory
 
 BUILDER_VERSION = 3
 DEFAULT_CONTEXT = 8192
@@ -57,26 +56,15 @@ def build_model(
 ) -> Manifest:
     """Build `directory` from the GGUF; `role` is `target`, `draft`, the name of a scheme or a scheme.
 
-    The directory appears, or is replaced, only when it is complete: everything is written to a directory beside it,
-    flushed and renamed. An interrupted build leaves nothing that counts as a model, and the next one sweeps it up.
+    The directory appears, or is replaced, only when it is complete (`whole_directory`).
     `progress` gets what is being done and the fraction done, 0 to 1. `context_length` bounds the sequence (default: the
     model's own, at most 8,192).
 
     Raises ModelFileError and UnsupportedModelError as GgufSource does, ConfigError for an unknown scheme.
     """
     scheme = role if isinstance(role, Scheme) else default_scheme(role)
-    directory = directory.absolute()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory.parent / f".{directory.name}.lock"):
-        working = directory.parent / f".{directory.name}.building"
-        shutil.rmtree(working, ignore_errors=True)
-        working.mkdir()
-        try:
-            manifest = _build_into(working, gguf_path, scheme, progress, context_length)
-            _flush(working)
-            _put_in_place(working, directory)
-        finally:
-            shutil.rmtree(working, ignore_errors=True)
+    with whole_directory(directory) as working:
+        manifest = _build_into(working, gguf_path, scheme, progress, context_length)
     progress("done", 1.0)
     return manifest
 
@@ -170,7 +158,7 @@ def _graph(working: Path, quantiser: _Quantiser, context: int, progress: Progres
     try:
         graph = DecoderGraph(source.architecture, data, quantiser.scheme.accuracy_level)
         graph.add_lengths()
-        graph.add_rotary(source.rope_frequencies(), context)
+        graph.add_rotary(RotaryTables.of(source.rope_frequencies(), context))
         progress("quantising the vocabulary", 0.05)
         embedding, head = _vocabulary(quantiser)
         graph.add_vocabulary(embedding, head)
@@ -226,23 +214,3 @@ def _layer(quantiser: _Quantiser, layer: int) -> LayerWeights:
         gate_up=matrix(TensorClass.GATE_UP, "ffn_gate", "ffn_up"),
         ffn_down=matrix(TensorClass.FFN_DOWN, "ffn_down"),
     )
-
-
-def _flush(working: Path) -> None:
-    """Force every file, then the directory's entries, to the disk."""
-    for path in [*working.iterdir(), working]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _put_in_place(working: Path, directory: Path) -> None:
-    """Rename the finished directory; an older one steps aside first and is removed after."""
-    former = directory.parent / f".{directory.name}.former"
-    shutil.rmtree(former, ignore_errors=True)
-    if directory.exists():
-        directory.rename(former)
-    working.rename(directory)
-    shutil.rmtree(former, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,10 +169,20 @@ def open_model_directory(path: Path, *, verify: bool = True) -> ModelDirectory:
         for file in _external_files(path, directory.model_path):
             _require_file(file)
         return directory
-    _check_sizes(path, manifest)
+    _check_sizes(path, manifest.files)
     if verify:
-        _check_hashes(path, manifest)
+        _check_hashes(path, manifest.files)
     return directory
+
+
+def check_files(path: Path, files: Mapping[str, FileRecord]) -> None:
+    """Hash every file of a directory that remembers nothing (it may be part of an installed package).
+
+    Raises ModelFileError naming the file that is missing, truncated, altered or outside the directory.
+    """
+    _check_sizes(path, files)
+    for name, record in files.items():
+        _check_hash(_member(path, name), record)
 
 
 def file_record(path: Path) -> FileRecord:
@@ -230,8 +241,8 @@ def _external_files(directory: Path, model_path: Path) -> list[Path]:
     return [_member(directory, name) for name in sorted(names)]
 
 
-def _check_sizes(path: Path, manifest: Manifest) -> None:
-    for name, record in manifest.files.items():
+def _check_sizes(path: Path, files: Mapping[str, FileRecord]) -> None:
+    for name, record in files.items():
         file = _member(path, name)
         _require_file(file)
         size = file.stat().st_size
@@ -239,15 +250,20 @@ def _check_sizes(path: Path, manifest: Manifest) -> None:
             raise ModelFileError(f"{file} has {size} bytes instead of {record.bytes}: truncated or altered")
 
 
-def _check_hashes(path: Path, manifest: Manifest) -> None:
+def _check_hash(file: Path, record: FileRecord) -> None:
+    if file_record(file).sha256 != record.sha256:
+        raise ModelFileError(f"{file} is altered: its sha256 is not the manifest's")
+
+
+def _check_hashes(path: Path, files: Mapping[str, FileRecord]) -> None:
     """Hash the files that aren't known to be right, and remember those that are."""
     known = _read_checked(path)
     found: dict[str, list[int]] = {}
-    for name, record in manifest.files.items():
+    for name, record in files.items():
         file = _member(path, name)
         stamp = [file.stat().st_size, file.stat().st_mtime_ns]
-        if known.get(name) != stamp and file_record(file).sha256 != record.sha256:
-            raise ModelFileError(f"{file} is altered: its sha256 is not the manifest's")
+        if known.get(name) != stamp:
+            _check_hash(file, record)
         found[name] = stamp
     if found != known:
         _write_checked(path, found)

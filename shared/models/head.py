@@ -1,0 +1,298 @@
+"""A draft head's directory: writing one out of trained weights, and opening one for its target.
+
+Files: manifest.json, model.onnx and model.onnx.data (`shared/models/head_graph.py`), vocabulary.npy: int32, the
+target's id of each row of logits, ascending.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ModelFileError, TokenizerMismatchError, UnsupportedModelError
+from shared.models.blocks import DATA_FILE, ROTARY_COSINES, ROTARY_SINES, ExternalData, LayerWeights, RotaryTables
+from shared.models.directory import (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    FileRecord,
+    Manifest,
+    check_files,
+    file_record,
+    open_model_directory,
+)
+from shared.models.gguf_source import FloatArray
+from shared.models.head_graph import HeadGraph
+from shared.models.quantise import Precision, QuantisedMatrix, quantise
+from shared.models.stored_graph import StoredGraph
+from shared.models.whole_directory import whole_directory
+
+VOCABULARY_FILE = "vocabulary.npy"
+HEAD_BUILDER_VERSION = 1
+HEAD_PRECISION = Precision(4, 32, False)
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What a head takes over from its target: its identity, its sizes and its rotary tables."""
+
+    target_name: str
+    target_sha256: str
+    tokenizer_fingerprint: str | None
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    rms_epsilon: float
+    rotary: RotaryTables
+
+    @staticmethod
+    def of_target(directory: Path) -> HeadSpec:
+        """The spec of a head for the target built in `directory`.
+
+        Raises:
+            ModelFileError: the directory is not whole.
+            UnsupportedModelError: another maker built it: nothing tells which weights it was built from.
+        """
+        manifest = _target_manifest(directory)
+        graph = StoredGraph(directory / MODEL_FILE)
+        architecture = manifest.architecture
+        return HeadSpec(
+            target_name=manifest.source_name,
+            target_sha256=manifest.source_sha256,
+            tokenizer_fingerprint=manifest.tokenizer_fingerprint,
+            hidden_size=architecture.hidden_size,
+            num_heads=architecture.num_heads,
+            num_kv_heads=architecture.num_kv_heads,
+            head_size=architecture.head_size,
+            vocab_size=architecture.vocab_size,
+            rms_epsilon=float(graph.attribute("output_norm", "epsilon")),
+            rotary=RotaryTables(graph.array(ROTARY_COSINES), graph.array(ROTARY_SINES)),
+        )
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A head's trained weights, float32; matrices [rows, columns], y = x @ W.T as in torch.nn.Linear, no biases.
+
+    H: the target's hidden size; Q: heads * head size; K: key heads * head size; F: the head's own width; V: ids kept.
+    """
+
+    embedding_norm: FloatArray  # [H]
+    feature_norm: FloatArray  # [H]
+    fusion: FloatArray  # [H, 2 H], the embedding's columns first
+    attention_norm: FloatArray  # [H]
+    query: FloatArray  # [Q, H]
+    key: FloatArray  # [K, H]
+    value: FloatArray  # [K, H]
+    attention_output: FloatArray  # [H, Q]
+    ffn_norm: FloatArray  # [H]
+    gate: FloatArray  # [F, H]
+    up: FloatArray  # [F, H]
+    ffn_down: FloatArray  # [H, F]
+    output_norm: FloatArray  # [H]
+    lm_head: FloatArray  # [V, H]
+    vocabulary: npt.NDArray[np.int32]  # [V], ascending: the target's id of each row of lm_head
+
+    @staticmethod
+    def shapes(spec: HeadSpec, ffn_size: int, num_ids: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each array of a head for this target."""
+        hidden, queries = spec.hidden_size, spec.num_heads * spec.head_size
+        keys = spec.num_kv_heads * spec.head_size
+        norms = ("embedding_norm", "feature_norm", "attention_norm", "ffn_norm", "output_norm")
+        return {
+            **dict.fromkeys(norms, (hidden,)),
+            "fusion": (hidden, 2 * hidden),
+            "query": (queries, hidden),
+            "key": (keys, hidden),
+            "value": (keys, hidden),
+            "attention_output": (hidden, queries),
+            "gate": (ffn_size, hidden),
+            "up": (ffn_size, hidden),
+            "ffn_down": (hidden, ffn_size),
+            "lm_head": (num_ids, hidden),
+            "vocabulary": (num_ids,),
+        }
+
+    def check(self, spec: HeadSpec) -> None:
+        """Raises ValueError naming the array that doesn't fit the target."""
+        expected = self.shapes(spec, len(self.gate), len(self.vocabulary))
+        for name in (field.name for field in fields(self)):
+            found = getattr(self, name).shape
+            if found != expected[name]:
+                raise ValueError(f"{name} has shape {found} instead of {expected[name]}")
+        ids = self.vocabulary
+        if not len(ids) or ids[0] < 0 or ids[-1] >= spec.vocab_size or (np.diff(ids) <= 0).any():
+            raise ValueError(f"vocabulary must be ascending ids under {spec.vocab_size}")
+
+
+class HeadManifest(BaseModel):
+    """What a head is made of, and whose it is."""
+
+    model_config = ConfigDict(frozen=True)
+
+    role: Literal["head"] = "head"
+    builder_version: int = HEAD_BUILDER_VERSION
+    target_name: str
+    target_sha256: str = Field(description="of the GGUF that the target was built from")
+    tokenizer_fingerprint: str | None
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    num_ids: int = Field(description="size of the trimmed vocabulary")
+    vocab_size: int
+    context_length: int
+    bits: int
+    block: int
+    accuracy_level: int
+    files: dict[str, FileRecord]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files the manifest names."""
+        return sum(record.bytes for record in self.files.values())
+
+    def require_target(self, target: Manifest, path: Path) -> None:
+        """Raises TokenizerMismatchError or UnsupportedModelError unless this head was trained for this target."""
+        if self.tokenizer_fingerprint != target.tokenizer_fingerprint:
+            raise TokenizerMismatchError(
+                f"the head in {path} counts in the tokens of {self.target_name}, which differ from those of "
+                f"{target.source_name}"
+            )
+        if self.target_sha256 != target.source_sha256:
+            raise UnsupportedModelError(
+                f"the head in {path} was trained for {self.target_name} (GGUF {self.target_sha256[:12]}), the target "
+                f"was built from {target.source_file} ({target.source_sha256[:12]}): train one with "
+                "`edge-agent distill`, or set head to none"
+            )
+        if self.hidden_size != target.architecture.hidden_size:
+            raise UnsupportedModelError(
+                f"the head in {path} takes hidden states of {self.hidden_size} numbers, the target's have "
+                f"{target.architecture.hidden_size}"
+            )
+
+
+@dataclass(frozen=True)
+class HeadDirectory:
+    """A head's directory that was found whole."""
+
+    path: Path
+    manifest: HeadManifest
+    vocabulary: npt.NDArray[np.int32]
+
+    @property
+    def model_path(self) -> Path:
+        """The ONNX graph."""
+        return self.path / MODEL_FILE
+
+
+def write_head(
+    directory: Path,
+    weights: HeadWeights,
+    spec: HeadSpec,
+    *,
+    precision: Precision = HEAD_PRECISION,
+    accuracy_level: int = 4,
+) -> HeadManifest:
+    """Quantise the matrices and write the directory; it appears, or is replaced, only when it is complete.
+
+    Raises:
+        ValueError: the weights don't fit the target.
+    """
+    weights.check(spec)
+    with whole_directory(directory) as working:
+        np.save(working / VOCABULARY_FILE, weights.vocabulary.astype(np.int32))
+        data = ExternalData(working / DATA_FILE)
+        try:
+            onnx.save_model(_graph(data, weights, spec, precision, accuracy_level), working / MODEL_FILE)
+        finally:
+            data.close()
+        manifest = HeadManifest(
+            target_name=spec.target_name,
+            target_sha256=spec.target_sha256,
+            tokenizer_fingerprint=spec.tokenizer_fingerprint,
+            hidden_size=spec.hidden_size,
+            ffn_size=len(weights.gate),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            num_ids=len(weights.vocabulary),
+            vocab_size=spec.vocab_size,
+            context_length=len(spec.rotary.cosines),
+            bits=precision.bits,
+            block=precision.block,
+            accuracy_level=accuracy_level,
+            files={path.name: file_record(path) for path in sorted(working.iterdir())},
+        )
+        (working / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=2))
+    return manifest
+
+
+def open_head(directory: Path, *, target: Path | None = None) -> HeadDirectory:
+    """Read a head's directory, check that it is whole and, with a target's directory, that it belongs to it.
+
+    Raises:
+        ModelFileError: a file is missing, truncated, altered or no manifest of a head.
+        TokenizerMismatchError: the target counts in other tokens.
+        UnsupportedModelError: the head was trained for another model than the target.
+    """
+    file = directory / MANIFEST_FILE
+    try:
+        manifest = HeadManifest.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise ModelFileError(
+            f"{directory} holds no draft head: {file.name} can't be read ({error.strerror})"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ModelFileError(f"{file} is not a draft head's manifest: {where}: {first['msg']}") from error
+    check_files(directory, manifest.files)
+    if target is not None:
+        manifest.require_target(_target_manifest(target), directory)
+    return HeadDirectory(directory, manifest, np.load(directory / VOCABULARY_FILE, allow_pickle=False))
+
+
+def _target_manifest(directory: Path) -> Manifest:
+    manifest = open_model_directory(directory).manifest
+    if manifest is None:
+        raise UnsupportedModelError(f"{directory} has no manifest: a head needs a target that Souschef built")
+    return manifest
+
+
+def _graph(
+    data: ExternalData, weights: HeadWeights, spec: HeadSpec, precision: Precision, accuracy_level: int
+) -> onnx.ModelProto:
+    def matrix(*parts: FloatArray) -> QuantisedMatrix:
+        stacked = np.concatenate(parts).astype(np.float32)
+        return quantise(stacked, precision.fitted(stacked.shape[1]))
+
+    def vector(values: FloatArray) -> FloatArray:
+        return values.astype(np.float32)
+
+    graph = HeadGraph(spec, data, accuracy_level)
+    graph.add_lengths()
+    graph.add_rotary(spec.rotary)
+    graph.add_fusion(vector(weights.embedding_norm), vector(weights.feature_norm), matrix(weights.fusion))
+    graph.add_layer(
+        LayerWeights(
+            attention_norm=vector(weights.attention_norm),
+            qkv=matrix(weights.query, weights.key, weights.value),
+            qkv_bias=None,
+            query_norm=None,
+            key_norm=None,
+            attention_output=matrix(weights.attention_output),
+            ffn_norm=vector(weights.ffn_norm),
+            gate_up=matrix(weights.gate, weights.up),
+            ffn_down=matrix(weights.ffn_down),
+        )
+    )
+    return graph.finish(vector(weights.output_norm), matrix(weights.lm_head))
