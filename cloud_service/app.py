@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Path, Request
+from fastapi import Depends, FastAPI, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import Receive, Scope, Send
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from cloud_service.admission import Admission
 from cloud_service.batcher import BatchDecoder, Batcher
 from cloud_service.config import CloudSettings
+from cloud_service.fleet import RETRY_AFTER_S, UNKNOWN_FLEET, Fleet, FleetPage, page, summarise
 from cloud_service.generator import AnswerGenerator
 from cloud_service.load import LoadMeter
 from cloud_service.metrics import CloudMetrics
@@ -25,7 +26,7 @@ from cloud_service.session_store import MemoryStore, SessionStore, StoreUnavaila
 from cloud_service.sessions import LiveSessions
 from cloud_service.target import Target, measure_cost_ms, positions_worth_measuring
 from cloud_service.verifier import RoundVerifier
-from shared.errors import ConflictError, RateLimitedError, SouschefError
+from shared.errors import ConflictError, OverloadedError, RateLimitedError, SouschefError
 from shared.http import (
     BodyLimit,
     ClientLeftError,
@@ -41,6 +42,8 @@ from shared.kv_slots import SlotPool
 from shared.protocol import (
     PROTOCOL,
     ContinueRequest,
+    DeviceId,
+    DeviceReport,
     FinishFrame,
     HandshakeReply,
     HandshakeRequest,
@@ -57,6 +60,9 @@ OPEN_PATHS = frozenset({"/health"})
 READY_TIMEOUT_S = 5.0
 SWEEP_S = 30.0
 RATE_WINDOW_S = 60.0
+MAX_PAGE = 1000
+NO_DEVICE = "0" * 32
+"""Before every device's id."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +79,19 @@ class Service:
     """Everything between start and stop."""
 
     def __init__(
-        self, settings: CloudSettings, model: LoadedModel, thread: InferenceThread, store: SessionStore
+        self,
+        settings: CloudSettings,
+        model: LoadedModel,
+        thread: InferenceThread,
+        store: SessionStore,
+        fleet: Fleet,
     ) -> None:
         # Streams keep their caches for a whole answer; rounds have some of their own, so that none waits for an answer.
         num_slots = max(2, model.num_slots)
         max_running = min(settings.max_running, num_slots // 2)
         self.settings = settings
         self.store = store
+        self.fleet = fleet
         self.thread = thread
         self.local_limits = MemoryStore(settings.session_ttl_s)
         self.sessions = LiveSessions(settings.session_ttl_s, settings.max_sessions)
@@ -138,6 +150,16 @@ class Service:
             self.metrics.admission_rejected.labels(reason="rate").inc()
             raise RateLimitedError("too many requests", retry_after_s=wait_s)
 
+    async def look_at_fleet(self, tenants: Iterable[str]) -> None:
+        """Bring the fleet's metrics up to date."""
+        try:
+            sightings = [seen for tenant in tenants for seen in await self.fleet.sightings(tenant)]
+        except StoreUnavailableError:
+            self.metrics.store_errors.inc()
+            self.metrics.fleet_is(UNKNOWN_FLEET)
+        else:
+            self.metrics.fleet_is(summarise(sightings))
+
     async def sweep(self) -> None:
         """Drop idle sessions now and then, until cancelled."""
         while True:
@@ -164,6 +186,7 @@ def create_app(settings: CloudSettings, start: Start) -> FastAPI:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await service.store.close()
+            await service.fleet.close()
             service.thread.stop()
 
     # Every message is JSON: neither side spends a header a round on saying so.
@@ -171,10 +194,10 @@ def create_app(settings: CloudSettings, start: Start) -> FastAPI:
     install_error_handlers(app)
     _add_routes(app)
     open_paths = OPEN_PATHS | {"/metrics"} if settings.metrics_open else OPEN_PATHS
+    keys = KeyRing(key.get_secret_value() for key in settings.api_keys)
+    app.state.tenants = keys.tenants
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(
-        KeyCheck, keys=KeyRing(key.get_secret_value() for key in settings.api_keys), open_paths=open_paths
-    )
+    app.add_middleware(KeyCheck, keys=keys, open_paths=open_paths)
     if not settings.api_keys:
         # Without keys it listens on loopback alone, where any web page could call it by a name of its own.
         app.add_middleware(HostCheck, own_host=settings.host)
@@ -200,6 +223,8 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/verify", _verify, methods=["POST"])
     app.add_api_route("/v1/continue", _continue, methods=["POST"])
     app.add_api_route("/v1/sessions/{session_id}", _end_session, methods=["DELETE"], status_code=204)
+    app.add_api_route("/v1/fleet", _note_device, methods=["POST"], status_code=204)
+    app.add_api_route("/v1/fleet", _list_devices, methods=["GET"])
     app.add_api_route("/health", _health, methods=["GET"])
     app.add_api_route("/ready", _ready, methods=["GET"])
     app.add_api_route("/metrics", _metrics, methods=["GET"])
@@ -251,6 +276,31 @@ async def _end_session(request: Request, tenant: Tenant, session_id: Annotated[S
     await _service(request).verifier.end(tenant, session_id)
 
 
+async def _note_device(request: Request, tenant: Tenant, report: DeviceReport) -> None:
+    _require_protocol(report)
+    try:
+        await _service(request).fleet.note(tenant, report)
+    except StoreUnavailableError as error:
+        raise _unreachable(request) from error
+
+
+async def _list_devices(
+    request: Request,
+    tenant: Tenant,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+    after: Annotated[DeviceId, Query()] = NO_DEVICE,
+) -> FleetPage:
+    try:
+        return page(await _service(request).fleet.sightings(tenant), after, limit)
+    except StoreUnavailableError as error:
+        raise _unreachable(request) from error
+
+
+def _unreachable(request: Request) -> OverloadedError:
+    _service(request).metrics.store_errors.inc()
+    return OverloadedError("the fleet can't be reached", retry_after_s=RETRY_AFTER_S)
+
+
 async def _health() -> dict[str, str]:
     return {"status": "ok"}
 
@@ -270,7 +320,9 @@ async def _ready(request: Request) -> JSONResponse:
 
 
 async def _metrics(request: Request) -> Response:
-    return Response(generate_latest(_service(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    service = _service(request)
+    await service.look_at_fleet(request.app.state.tenants)
+    return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _require_protocol(message: Message) -> None:

@@ -59,6 +59,8 @@ class CloudSettings(BaseSettings):
     max_sessions: int = Field(4096, ge=1, description="sessions kept")
     max_gamma: int = Field(8, ge=0, le=16, description="longest draft asked for")
     grace_s: float = Field(30.0, ge=0, le=3600, description="time that running streams get at a stop")
+    fleet_ttl_s: float = Field(300.0, gt=0, le=86400, description="time a silent device stays in /v1/fleet")
+    max_devices: int = Field(4096, ge=0, le=65536, description="devices kept for one key")
 
     redis_url: SecretStr | None = Field(None, description="shared session store, redis:// or rediss://")
     redis_timeout_s: float = Field(0.25, gt=0, le=30, description="longest wait for the store")

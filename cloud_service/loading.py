@@ -6,6 +6,9 @@ from pathlib import Path
 
 from cloud_service.app import LoadedModel, Service
 from cloud_service.config import CloudSettings
+from cloud_service.fleet import Fleet, MemoryFleet
+from cloud_service.redis_fleet import RedisFleet
+from cloud_service.redis_scripts import RedisScripts
 from cloud_service.redis_store import RedisStore
 from cloud_service.sealer import Sealer
 from cloud_service.session_store import MemoryStore, SessionStore
@@ -30,7 +33,7 @@ async def load_service(settings: CloudSettings) -> Service:
     thread = InferenceThread()
     try:
         model = await thread.run(_load_model, settings)
-        return Service(settings, model, thread, open_store(settings))
+        return Service(settings, model, thread, open_store(settings), open_fleet(settings))
     except BaseException:
         thread.stop()
         raise
@@ -46,13 +49,24 @@ def open_store(settings: CloudSettings) -> SessionStore:
     """Redis where a URL is set, else this process's memory."""
     if settings.redis_url is None:
         return MemoryStore(settings.session_ttl_s, settings.max_sessions)
-    secret = settings.store_key.get_secret_value() if settings.store_key else None
     return RedisStore(
         settings.redis_url.get_secret_value(),
-        Sealer(secret),
+        _sealer(settings),
         ttl_s=settings.session_ttl_s,
         timeout_s=settings.redis_timeout_s,
     )
+
+
+def open_fleet(settings: CloudSettings) -> Fleet:
+    """Redis where a URL is set, else this process's memory."""
+    if settings.redis_url is None:
+        return MemoryFleet(settings.fleet_ttl_s, settings.max_devices)
+    scripts = RedisScripts(settings.redis_url.get_secret_value(), settings.redis_timeout_s)
+    return RedisFleet(scripts, _sealer(settings), settings.fleet_ttl_s, settings.max_devices)
+
+
+def _sealer(settings: CloudSettings) -> Sealer:
+    return Sealer(settings.store_key.get_secret_value() if settings.store_key else None)
 
 
 def _load_model(settings: CloudSettings) -> LoadedModel:

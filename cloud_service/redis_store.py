@@ -1,22 +1,16 @@
 """The session store that replicas share.
 
-Every change is one script, so that it happens whole and with its expiry, or not at all. A Redis that is slow, frozen or
-gone costs one short timeout; after that it is left alone for a moment and asked again by the next request.
+Every change is one script, so that it happens whole and with its expiry, or not at all.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 
-import redis.asyncio
 from pydantic import ValidationError
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 
+from cloud_service.redis_scripts import RedisScripts
 from cloud_service.sealer import Sealer
 from cloud_service.session_store import (
     TOMBSTONE_S,
@@ -24,12 +18,8 @@ from cloud_service.session_store import (
     ClaimLostError,
     SessionKey,
     SessionState,
-    StoreUnavailableError,
     ended,
 )
-
-REST_S = 1.0
-"""How long a store that did not answer is left alone."""
 
 # A new fence is above the old one and not below the server's clock in milliseconds, so that it grows even over a flush.
 _NEXT_FENCE = """
@@ -121,25 +111,15 @@ class RedisStore:
     ) -> None:
         self._sealer = sealer
         self._ttl_ms = int(ttl_s * 1e3)
-        self._timeout_s = timeout_s
         self._prefix = prefix
-        self._clock = clock
-        self._rests_until = float("-inf")
-        self._client = redis.asyncio.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            retry_on_error=[],
-        )
-
+        self._redis = RedisScripts(url, timeout_s, clock)
         self._open, self._claim, self._advance, self._end, self._allow = map(
-            self._client.register_script, (OPEN, CLAIM, ADVANCE, END, ALLOW)
+            self._redis.register, (OPEN, CLAIM, ADVANCE, END, ALLOW)
         )
 
     async def open(self, key: SessionKey, owner: str) -> Claim:
         """See `SessionStore.open`."""
-        fence = await self._run(self._open, self._name(key), owner, self._ttl_ms)
+        fence = await self._redis.run(self._open, self._name(key), owner, self._ttl_ms)
         if fence is None:
             raise ended()
         return Claim(int(fence))
@@ -147,7 +127,7 @@ class RedisStore:
     async def claim(self, key: SessionKey, owner: str) -> Claim | None:
         """See `SessionStore.claim`."""
         name = self._name(key)
-        found = await self._run(self._claim, name, owner, self._ttl_ms)
+        found = await self._redis.run(self._claim, name, owner, self._ttl_ms)
         if found is None:
             return None
         fence, sealed = found
@@ -162,7 +142,7 @@ class RedisStore:
         """See `SessionStore.advance`."""
         name = self._name(key)
         sealed = self._sealer.seal(state.model_dump_json().encode(), name)
-        outcome = await self._run(self._advance, name, owner, fence, sealed, self._ttl_ms)
+        outcome = await self._redis.run(self._advance, name, owner, fence, sealed, self._ttl_ms)
         if outcome == b"ended":
             raise ended()
         if outcome == b"lost":
@@ -170,28 +150,17 @@ class RedisStore:
 
     async def end(self, key: SessionKey) -> None:
         """See `SessionStore.end`."""
-        await self._run(self._end, self._name(key), int(TOMBSTONE_S * 1e3))
+        await self._redis.run(self._end, self._name(key), int(TOMBSTONE_S * 1e3))
 
     async def allow(self, tenant: str, limit: int, window_s: float) -> float:
         """See `SessionStore.allow`."""
         name = f"{self._prefix}:rate:{self._sealer.name(tenant)}"
-        wait_ms = await self._run(self._allow, name, limit, int(window_s * 1e3))
+        wait_ms = await self._redis.run(self._allow, name, limit, int(window_s * 1e3))
         return int(wait_ms) / 1e3
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._redis.close()
 
     def _name(self, key: SessionKey) -> str:
         return f"{self._prefix}:session:{self._sealer.name(key.tenant, key.session_id)}"
-
-    async def _run(self, script: Any, name: str, *args: str | int | bytes) -> Any:
-        if self._clock() < self._rests_until:
-            raise StoreUnavailableError("the session store did not answer a moment ago")
-        try:
-            # One deadline for connecting, sending and waiting; redis-py's own are for each of them.
-            async with asyncio.timeout(self._timeout_s):
-                return await script(keys=[name], args=list(args))
-        except (RedisError, OSError, TimeoutError) as error:
-            self._rests_until = self._clock() + REST_S
-            raise StoreUnavailableError(f"the session store did not answer: {type(error).__name__}") from error

@@ -131,6 +131,11 @@ class KeyRing:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Whose requests there can be."""
+        return tuple(_tenant(digest) for digest in self._digests) or (ANONYMOUS,)
+
     def tenant(self, authorization: bytes | None) -> str:
         """Whose request this is, a name that tells nothing of the key.
 
@@ -145,7 +150,7 @@ class KeyRing:
         matches = [hmac.compare_digest(presented, known) for known in self._digests]
         if not any(matches):
             raise UnauthorizedError("a valid API key is needed as `Authorization: Bearer KEY`")
-        return presented.hex()[:16]
+        return _tenant(presented)
 
 
 class KeyCheck:
@@ -290,6 +295,10 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _tenant(digest: bytes) -> str:
+    return digest.hex()[:16]
 
 
 def _body(message: str, type: str, param: str | None, code: str | None) -> dict[str, Any]:

@@ -161,6 +161,32 @@ class FinishFrame(BaseModel):
     load: Load
 
 
+ModeName = Literal["local_speculative", "local_direct", "cloud_verify", "cloud_generate"]
+HeatName = Literal["nominal", "eased", "direct", "offload", "critical"]
+DeviceId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class DeviceReport(Message):
+    """How an edge fares: numbers and words of ours, nothing of any text. What isn't known is left out.
+
+    device_id: random, the same for as long as the device keeps it. heat: the rung of the policy's ladder that the
+    device's readings stand on. The rest is of the rounds since the last report: mode, gamma and reason of the latest,
+    acceptance_rate where something was drafted, tokens_per_second where something was decoded.
+    """
+
+    device_id: DeviceId
+    model: Annotated[str, Field(min_length=1, max_length=128)]
+    heat: HeatName | None = None
+    temperature_c: Annotated[float, Field(ge=-60, le=150)] | None = None
+    battery_percent: Annotated[float, Field(ge=0, le=100)] | None = None
+    charging: bool | None = None
+    mode: ModeName | None = None
+    gamma: Annotated[int, Field(ge=0, le=MAX_GAMMA)] | None = None
+    reason: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$")] | None = None
+    acceptance_rate: Annotated[float, Field(ge=0, le=1)] | None = None
+    tokens_per_second: Annotated[float, Field(ge=0)] | None = None
+
+
 def tokens_crc(tokens: Sequence[int]) -> int:
     """CRC-32 of the ids as 32-bit little-endian numbers."""
     return zlib.crc32(np.asarray(tokens, dtype="<u4").tobytes())

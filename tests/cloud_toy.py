@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from cloud_service.app import LoadedModel, Service, create_app
 from cloud_service.config import CloudSettings, load_settings
-from cloud_service.loading import open_store
+from cloud_service.loading import open_fleet, open_store
 from shared.causal_lm import Logits
 from shared.inference_thread import InferenceThread
 from shared.server import Server, bind
@@ -71,7 +71,7 @@ class TableDecoder:
 def toy_app(settings: CloudSettings, decoder: TableDecoder, num_slots: int = 16) -> FastAPI:
     async def start(settings: CloudSettings) -> Service:
         model = LoadedModel("toy-target", FINGERPRINT, decoder, num_slots)
-        return Service(settings, model, InferenceThread(), open_store(settings))
+        return Service(settings, model, InferenceThread(), open_store(settings), open_fleet(settings))
 
     return create_app(settings, start)
 

@@ -218,7 +218,7 @@ def test_tenants_do_not_share_sessions() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/handshake", "/v1/verify", "/v1/continue", "/ready", "/metrics", "/v1/sessions/abcdefgh"]
+    "path", ["/v1/handshake", "/v1/verify", "/v1/continue", "/ready", "/metrics", "/v1/sessions/abcdefgh", "/v1/fleet"]
 )
 def test_nothing_but_health_is_open_where_keys_are_set(path: str) -> None:
     with running_cloud(api_keys=("key-one",)) as cloud:

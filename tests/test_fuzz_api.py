@@ -36,6 +36,8 @@ CLOUD_OPERATIONS = [
     ("POST", "/v1/verify", 60),
     ("POST", "/v1/continue", 40),
     ("DELETE", "/v1/sessions/{session_id}", 20),
+    ("POST", "/v1/fleet", 30),
+    ("GET", "/v1/fleet", 10),
     ("GET", "/health", 3),
     ("GET", "/ready", 3),
     ("GET", "/metrics", 3),

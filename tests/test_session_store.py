@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def redis_store(url: str, secret: str | None = SECRET, **options: float) -> AsyncIterator[RedisStore]:
+async def redis_store(url: str, secret: str | None = SECRET, **options: Any) -> AsyncIterator[RedisStore]:
     store = RedisStore(url, Sealer(secret), **{"ttl_s": 60.0, "timeout_s": 5.0, **options})
     try:
         yield store
@@ -261,8 +262,7 @@ def test_a_cancelled_command_never_shifts_the_replies(server: RedisServer) -> No
 def test_a_frozen_or_killed_redis_costs_one_timeout_and_comes_back(tmp_path: Path) -> None:
     async def scenario(server: RedisServer) -> None:
         now = 0.0
-        async with redis_store(server.url, timeout_s=0.2) as store:
-            store._clock = lambda: now
+        async with redis_store(server.url, timeout_s=0.2, clock=lambda: now) as store:
             claim = await store.open(KEY, "a")
             server.signal(signal.SIGSTOP)
             for _ in range(20):  # The first waits for the timeout, the others don't ask.
