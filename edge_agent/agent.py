@@ -13,11 +13,14 @@ from edge_agent.cloud_link import CloudLink, CloudService, NoCloud
 from edge_agent.config import EdgeSettings
 from edge_agent.device import Device
 from edge_agent.engine import Engine
+from edge_agent.fleet import Fleet, FleetReporter, NoFleet, kept_device_id
 from edge_agent.metrics import EdgeMetrics
-from edge_agent.policy_controller import EngineLoad, Senses
+from edge_agent.policy_controller import EngineLoad, PolicyEngine, Senses
 from edge_agent.scheduler import Scheduler
+from edge_agent.thresholds import Thresholds
 from edge_agent.translate import Translator
 from shared.inference_thread import InferenceThread
+from shared.models.cache import ModelCache
 
 EngineLoader = Callable[[Device, Senses], Awaitable[Engine]]
 
@@ -62,6 +65,7 @@ class Agent:
     metrics: EdgeMetrics
     translator: Translator
     heartbeat: Heartbeat
+    fleet: Fleet
     clock: Callable[[], float] = field(default=time.perf_counter)
 
     async def drain(self) -> None:
@@ -90,25 +94,30 @@ async def open_agent(settings: EdgeSettings, load_engine: EngineLoader) -> Async
     )
     engine = await load_engine(device, senses)
     heartbeat = Heartbeat(engine.thread)
-    sampling = asyncio.create_task(device.sampler.run())
+    fleet: Fleet = NoFleet()
+    tasks = {asyncio.create_task(device.sampler.run())}
     try:
         metrics = EdgeMetrics()
         metrics.watch(scheduler, device.sampler, engine)
         if settings.cloud_url is not None:
-            cloud = engine.cloud = open_cloud(settings, settings.cloud_url, engine, metrics)
+            cloud = engine.cloud = service = open_cloud(settings, settings.cloud_url, engine, metrics)
+            if settings.fleet:
+                fleet = open_fleet(settings, service.client, engine, device)
+                tasks.add(asyncio.create_task(fleet.run()))
         metrics.model_info.info(
             {"target": engine.model_name, "draft": settings.draft, "fingerprint": engine.system_fingerprint}
         )
         translator = Translator(engine, settings.acceptance_rule, settings.max_gamma)
-        yield Agent(settings, device, engine, scheduler, metrics, translator, heartbeat)
+        yield Agent(settings, device, engine, scheduler, metrics, translator, heartbeat, fleet)
     finally:
-        sampling.cancel()
-        await asyncio.wait({sampling})
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await heartbeat.stop()
         await engine.close()
 
 
-def open_cloud(settings: EdgeSettings, url: str, engine: Engine, metrics: EdgeMetrics) -> CloudLink:
+def open_cloud(settings: EdgeSettings, url: str, engine: Engine, metrics: EdgeMetrics) -> CloudService:
     """The way to the cloud verifier that the settings name.
 
     Raises:
@@ -123,3 +132,16 @@ def open_cloud(settings: EdgeSettings, url: str, engine: Engine, metrics: EdgeMe
     )
     metrics.watch_cloud(client)
     return CloudService(client)
+
+
+def open_fleet(settings: EdgeSettings, client: CloudClient, engine: Engine, device: Device) -> FleetReporter:
+    """The reports that the settings ask for."""
+    policy = engine.policy
+    return FleetReporter(
+        client,
+        kept_device_id(ModelCache(settings.cache_dir).root / "device-id"),
+        engine.model_name,
+        device.sampler.state,
+        lambda: policy.thresholds if isinstance(policy, PolicyEngine) else Thresholds(),
+        settings.fleet_every_s,
+    )

@@ -64,6 +64,10 @@ def serve(
     policy: Annotated[str | None, typer.Option(help="auto, phone, board or server: whose limits apply.")] = None,
     objective: Annotated[str | None, typer.Option(help="latency, energy or balanced.")] = None,
     cloud_url: Annotated[str | None, typer.Option(help="Cloud verifier to hand over to.")] = None,
+    fleet: Annotated[
+        bool | None,
+        typer.Option("--fleet", help="Report to it how the device fares: heat, battery, mode, speed; no text."),
+    ] = None,
     cache_dir: CacheDir = None,
 ) -> None:
     """Serve the OpenAI API on this device.

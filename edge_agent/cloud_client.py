@@ -30,6 +30,7 @@ from shared.errors import (
 from shared.protocol import (
     SESSION_HEADER,
     ContinueRequest,
+    DeviceReport,
     FinishFrame,
     HandshakeReply,
     HandshakeRequest,
@@ -182,6 +183,15 @@ class CloudClient:
         read_s = self.timeouts.read_s + len(request.opening.tokens) * self.timeouts.per_token_s
         async with aclosing(self._frames(request, read_s)) as frames:
             yield frames
+
+    async def report(self, report: DeviceReport) -> None:
+        """Say how this device fares. Apart from the breaker: whether this gets through decides nothing about requests.
+
+        Raises:
+            CloudError: it was not taken.
+        """
+        status, content = await self._send("POST", "/v1/fleet", report.encode(), self.timeouts.read_s)
+        _raise_for_status(status, content)
 
     def forget(self, session_id: str) -> None:
         """End a session without waiting for it; if that fails, the service's own expiry does it."""

@@ -50,7 +50,7 @@ class NoCloud:
 
 
 class CloudService:
-    """A cloud verifier. Nothing goes there, not even a greeting, before the first request that may leave the device."""
+    """A cloud verifier. No request brings anything there, not even a greeting, before the first that may leave."""
 
     def __init__(self, client: CloudClient) -> None:
         self.client = client

@@ -85,6 +85,7 @@ class Completion:
                     session.controller.energy_source,
                 )
                 self._agent.metrics.count_round(piece, previous)
+                self._agent.fleet.count(self._request, piece)
                 previous = piece.round.decision
                 if piece.finish_reason is not None:
                     self._outcome = Outcome(piece.finish_reason.value)

@@ -88,6 +88,8 @@ class EdgeSettings(BaseSettings):
     cloud_url: str | None = Field(None, description="cloud verifier to hand over to")
     cloud_api_key: SecretStr | None = Field(None, description="bearer key for it")
     cloud_ca_file: Path | None = Field(None, description="certificate authority to trust for it, besides the system's")
+    fleet: bool = Field(False, description="report to cloud_url how the device fares; nothing of what must stay on it")
+    fleet_every_s: float = Field(60.0, gt=0, le=3600, description="time between two such reports")
     sensors: str = Field("auto", min_length=1, description="auto, push, simulated:PROFILE or replay:FILE")
     policy: str = Field("auto", min_length=1, description="auto, phone, board or server")
     objective: Objective | None = Field(None, description="what the policy minimises; the policy's own by default")
@@ -135,6 +137,12 @@ class EdgeSettings(BaseSettings):
     def _demand_key_beyond_loopback(self) -> Self:
         if not self.api_keys and not is_loopback(self.host):
             raise ValueError(f"host {self.host} can be reached by others: set an API key (--api-key or api_keys)")
+        return self
+
+    @model_validator(mode="after")
+    def _demand_cloud_for_fleet(self) -> Self:
+        if self.fleet and self.cloud_url is None:
+            raise ValueError("fleet reports go to a cloud verifier: set cloud_url (--cloud-url)")
         return self
 
     @property

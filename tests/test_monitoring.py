@@ -172,6 +172,8 @@ def system(tmp_path_factory: pytest.TempPathFactory, smollm2_directory: Path) ->
                 PORT=str(ports["edge"]),
                 CLOUD_URL=urls["cloud"],
                 CLOUD_API_KEY=KEY,
+                FLEET="true",
+                FLEET_EVERY_S="1",
                 SENSORS="push",
                 POLICY="phone",
                 ADMIN_KEY=KEY,
@@ -206,6 +208,7 @@ def scenario(system: System) -> None:
         heat_up_while_answering(system)
         crowd(system)
         verify_by_hand(system)
+        report_by_hand(system)
         without_redis(system)
         time.sleep(3 * SCRAPE_S)
 
@@ -246,6 +249,12 @@ def verify_by_hand(system: System) -> None:
     unknown = message | {"session_id": f"{session}-x", "round": 3, "prefix_len": 20, "prefix_crc": 1}
     del unknown["opening"]
     assert system.cloud.post("/v1/verify", json=unknown).status_code == 410
+
+
+def report_by_hand(system: System) -> None:
+    """A device that drafts; what the edge tells of itself is mostly that it had nothing to draft."""
+    report = {"device_id": "0123456789abcdef" * 2, "model": "toy", "acceptance_rate": 0.7, "tokens_per_second": 20.0}
+    assert system.cloud.post("/v1/fleet", json={"protocol": 1, **report}).status_code == 204
 
 
 def without_redis(system: System) -> None:

@@ -376,20 +376,48 @@ def cloud() -> Dashboard:
             Series(f"{EDGE}_circuit_state", BY_INSTANCE),
         ),
     )
+    fleet = (
+        lines(
+            "Devices by mode",
+            "Devices that report, by the mode of their latest round; none: nothing was decoded that they may speak of.",
+            "short",
+            Series(_of_fleet("devices", " by (mode)"), "{{mode}}"),
+            stacked=True,
+        ),
+        lines(
+            "Devices in trouble",
+            "hot: too hot to work as they are; without drafts: they decode, but nothing is drafted.",
+            "short",
+            Series(_of_fleet("hot_devices"), "hot"),
+            Series(_of_fleet("undrafted_devices"), "without drafts"),
+        ),
+        lines(
+            "Acceptance on the devices",
+            "The mean of those that draft.",
+            SHARE,
+            Series(_of_fleet("acceptance"), "acceptance"),
+        ),
+    )
     sections = (
         Section("Work", work),
         Section("Throughput", throughput),
         Section("Sessions", sessions),
         Section("Link", link),
+        Section("Fleet", fleet),
     )
     variables = (choice("instance", "Replica", f"label_values({CLOUD}_sessions, instance)"),)
     return board(
         "souschef-cloud",
         "Souschef / Cloud",
-        "Verify latency, batches, sessions, the link.",
+        "Verify latency, batches, sessions, the link, the fleet.",
         variables,
         sections,
     )
+
+
+def _of_fleet(metric: str, by: str = "") -> str:
+    """With Redis every replica tells of the whole fleet; without it each of the devices that it hears."""
+    return f"max{by} ({gauge(f'{CLOUD}_fleet_{metric}')})"
 
 
 def _edges() -> tuple[QueryVariable, ...]:
