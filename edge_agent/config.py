@@ -78,6 +78,9 @@ class EdgeSettings(BaseSettings):
     threads: int | None = Field(None, ge=1, le=256, description="inference threads; the usable cores by default")
     acceptance_rule: AcceptanceRule = Field(AcceptanceRule.COUPLED, description="how drafts are judged")
     max_gamma: int = Field(8, ge=0, le=16, description="most draft tokens a round")
+    answer_pool: int = Field(
+        16_384, ge=0, le=2**20, description="tokens of past answers kept of each API key to draft from; 0 for none"
+    )
 
     max_running: int = Field(4, ge=1, le=64, description="requests answered side by side")
     max_waiting: int = Field(32, ge=0, le=4096, description="requests that may queue")

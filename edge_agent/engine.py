@@ -11,8 +11,16 @@ from edge_agent.cloud_link import CloudLink, NoCloud
 from edge_agent.controller import RoundPolicy
 from edge_agent.decision import Mode
 from edge_agent.draft_ahead import DraftAhead
-from edge_agent.drafters import ChainDrafter, Drafter, ModelDrafter, NgramDrafter, PredictionDrafter
-from edge_agent.request import GenerationRequest
+from edge_agent.drafters import (
+    AnswerPool,
+    ChainDrafter,
+    Drafter,
+    ModelDrafter,
+    NgramDrafter,
+    PoolDrafter,
+    PredictionDrafter,
+)
+from edge_agent.request import GenerationRequest, Privacy
 from edge_agent.session import Session
 from edge_agent.verifier import LocalVerifier, Verifier
 from shared.causal_lm import CausalLM
@@ -54,8 +62,11 @@ class Engine:
         policy: RoundPolicy,
         chat_template: ChatTemplate,
         system_fingerprint: str = "",
+        pool: AnswerPool | None = None,
     ) -> None:
-        """Raises `TokenizerMismatchError` when the draft counts in other tokens than the target."""
+        """pool: where past answers are kept to draft from; without one none are.
+
+        Raises `TokenizerMismatchError` when the draft counts in other tokens than the target."""
         if draft is not None and draft.tokenizer.fingerprint != target.tokenizer.fingerprint:
             raise TokenizerMismatchError(
                 f"{draft.name} can't draft for {target.name}: their tokenizers differ "
@@ -70,6 +81,7 @@ class Engine:
         self.created = int(time.time())
         self.policy = policy
         self.cloud: CloudLink = NoCloud()
+        self._pool = pool or AnswerPool(0)
 
     @property
     def model_name(self) -> str:
@@ -97,9 +109,7 @@ class Engine:
         async with AsyncExitStack() as stack:
             controller = self.policy.open(request)
             target_lm = await stack.enter_async_context(self.target.slot(request.prompt))
-            lookups: list[Drafter] = [NgramDrafter()]
-            if request.prediction:
-                lookups.insert(0, PredictionDrafter(request.prediction, len(request.prompt)))
+            lookups = self._lookups(request)
             models: list[Drafter] = []
             cloud_model = ModelDrafter(target_lm, self.thread, controller)
             if self.draft is not None:
@@ -114,7 +124,7 @@ class Engine:
                 Mode.LOCAL_SPECULATIVE: verifier,
                 **await self.cloud.open(request, ahead),
             }
-            yield Session(
+            session = Session(
                 request,
                 controller,
                 ChainDrafter([*lookups, *models], controller),
@@ -122,9 +132,26 @@ class Engine:
                 self.context_length,
                 cloud_drafter=ChainDrafter([*lookups, ahead], controller),
             )
+            try:
+                yield session
+            finally:
+                if request.privacy is not Privacy.ON_DEVICE:
+                    self._pool.add(request.tenant, session.tokens[len(request.prompt) :])
+
+    def _lookups(self, request: GenerationRequest) -> list[Drafter]:
+        """The drafters that cost nothing."""
+        lookups: list[Drafter] = [NgramDrafter(shortest=1)]
+        if request.prediction:
+            lookups.insert(0, PredictionDrafter(request.prediction, len(request.prompt)))
+        answers = None if request.privacy is Privacy.ON_DEVICE else self._pool.answers(request.tenant)
+        if answers is not None:
+            lookups.append(PoolDrafter(answers))
+        return lookups
 
     def forget_prompts(self) -> None:
-        """Drop what free caches hold, so that answers that are compared begin alike."""
+        """Drop what earlier requests left in free caches and in the pool, so that answers that are compared begin
+        alike."""
+        self._pool.forget()
         for model in (self.target, self.draft):
             if model is not None:
                 model.slots.forget()

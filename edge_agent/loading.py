@@ -13,7 +13,7 @@ from edge_agent.calibration import CURVE_POSITIONS, measure_curve, measure_prefi
 from edge_agent.config import EdgeSettings
 from edge_agent.cost_model import CostModel
 from edge_agent.device import Device
-from edge_agent.drafters import ModelDrafter, NgramDrafter, PredictionDrafter
+from edge_agent.drafters import AnswerPool, ModelDrafter, NgramDrafter, PoolDrafter, PredictionDrafter
 from edge_agent.engine import Engine, LocalModel
 from edge_agent.policy_controller import PolicyEngine, Senses
 from edge_agent.thresholds import PRESETS, Preset, Thresholds, choose_preset
@@ -30,7 +30,7 @@ from shared.tokenizer import Tokenizer
 
 DRAFT_POSITIONS = (1, 2)
 """A draft model draws one token a pass; it is fed two after every round that was accepted whole."""
-LOOKUP_DRAFTERS = (PredictionDrafter.name, NgramDrafter.name)
+LOOKUP_DRAFTERS = (PredictionDrafter.name, NgramDrafter.name, PoolDrafter.name)
 ARM = ("aarch64", "arm64", "armv7l")
 
 
@@ -72,7 +72,15 @@ async def load_engine(settings: EdgeSettings, device: Device, senses: Senses, pr
             senses=senses,
             meter=device.new_meter(preset),
         )
-        return Engine(target, draft, thread, policy, _template(target.tokenizer), _fingerprint(target_path, draft_path))
+        return Engine(
+            target,
+            draft,
+            thread,
+            policy,
+            _template(target.tokenizer),
+            _fingerprint(target_path, draft_path),
+            AnswerPool(settings.answer_pool),
+        )
     except BaseException:
         thread.stop()
         raise

@@ -11,6 +11,7 @@ import numpy as np
 
 from edge_agent.config import EdgeSettings
 from edge_agent.controller import FixedPolicy
+from edge_agent.drafters import AnswerPool
 from edge_agent.engine import Engine, LocalModel
 from shared.causal_lm import CausalLM, Logits
 from shared.chat_template import ChatTemplate
@@ -113,6 +114,7 @@ def toy_engine(
     max_slots: int = 8,
     context_length: int = 256,
     chat: bool = True,
+    pool: AnswerPool | None = None,
 ) -> Engine:
     """An engine that drafts by n-grams, `gamma` tokens a round."""
     model = LocalModel(MODEL_NAME, byte_tokenizer(), SlotPool(new_lm, max_slots), context_length, 0)
@@ -123,13 +125,25 @@ def toy_engine(
         FixedPolicy(gamma),
         ChatTemplate(TEMPLATE if chat else None, None, END),
         "fp_toy",
+        pool,
     )
 
 
-def script_engine(script: Script, *, gamma: int = 3, max_slots: int = 8, context_length: int = 256) -> Engine:
+def script_engine(
+    script: Script,
+    *,
+    gamma: int = 3,
+    max_slots: int = 8,
+    context_length: int = 256,
+    pool: AnswerPool | None = None,
+) -> Engine:
     """An engine that says a script."""
     return toy_engine(
-        lambda: ScriptLM(script, context_length), gamma=gamma, max_slots=max_slots, context_length=context_length
+        lambda: ScriptLM(script, context_length),
+        gamma=gamma,
+        max_slots=max_slots,
+        context_length=context_length,
+        pool=pool,
     )
 
 

@@ -1,4 +1,4 @@
-"""Where draft tokens come from: the text so far, a predicted output, a small model, or nowhere."""
+"""Where draft tokens come from: the text so far, past answers, a predicted output, a small model, or nowhere."""
 
 from __future__ import annotations
 
@@ -6,5 +6,15 @@ from edge_agent.drafters.base import Drafter, NullDrafter
 from edge_agent.drafters.chain import ChainDrafter
 from edge_agent.drafters.model import ModelDrafter
 from edge_agent.drafters.ngram import NgramDrafter, PredictionDrafter
+from edge_agent.drafters.pool import AnswerPool, PoolDrafter
 
-__all__ = ["ChainDrafter", "Drafter", "ModelDrafter", "NgramDrafter", "NullDrafter", "PredictionDrafter"]
+__all__ = [
+    "AnswerPool",
+    "ChainDrafter",
+    "Drafter",
+    "ModelDrafter",
+    "NgramDrafter",
+    "NullDrafter",
+    "PoolDrafter",
+    "PredictionDrafter",
+]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edge_agent.drafters.base import Appraiser, Unpriced
+from edge_agent.drafters.drawing import Drawing
 from shared.acceptance import Draft, common_prefix_length
 from shared.causal_lm import CausalLM
 from shared.inference_thread import InferenceThread
-from shared.sampling import Distribution, Sampler, draw, likelihood
+from shared.sampling import Sampler
 
 CATCH_UP_CHUNK = 128
 """Tokens a catch-up job feeds at most, so that other sessions get their turn in between."""
@@ -38,25 +39,14 @@ class ModelDrafter:
         while len(tokens) - len(self._lm.tokens) > CATCH_UP_CHUNK:
             start = len(self._lm.tokens)
             await self._thread.run(self._lm.forward, tokens[start : start + CATCH_UP_CHUNK], 0)
-        return await self._thread.run(self._draw, tokens, gamma, sampler.fork())
+        return await self._thread.run(self._draw, tokens, gamma, sampler)
 
     def close(self) -> None:
         """The cache stays, for the next request with the same beginning."""
 
     def _draw(self, tokens: Sequence[int], gamma: int, sampler: Sampler) -> Draft:
+        drawing = Drawing(self.name, len(tokens), gamma, sampler, self._appraiser)
         feed = list(tokens[len(self._lm.tokens) :])
-        drawn: list[int] = []
-        distributions: list[Distribution] = []
-        confidences: list[float] = []
-        while len(drawn) < gamma and (not drawn or self._appraiser.go_on(self.name, confidences)):
-            logits = self._lm.forward(feed, 1)[0]
-            distribution = sampler.distribution(logits)
-            token = draw(distribution, sampler.params.seed, len(tokens) + len(drawn))
-            sampler.append(token)
-            drawn.append(token)
-            distributions.append(distribution)
-            # One that has a single choice, as greedy decoding has, is sure of it; how sure the model is, is not.
-            sure = len(distribution.ids) == 1
-            confidences.append(likelihood(logits, token) if sure else distribution.prob(token))
-            feed = [token]
-        return Draft(tuple(drawn), self.name, tuple(distributions), tuple(confidences))
+        while drawing.wants_more:
+            feed = [drawing.add(self._lm.forward(feed, 1)[0])]
+        return drawing.draft()
