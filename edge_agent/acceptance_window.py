@@ -12,7 +12,7 @@ Rounds that verified no draft are no samples. Old samples fade, so that a text t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shared.acceptance import Draft
@@ -26,6 +26,7 @@ CARRIED_ON = 0.9
 """How much of one position's rate over its claim the next is believed to have before it was judged."""
 
 LEAST_CLAIM = 0.05
+"""Of less than this nothing is carried on."""
 
 Cell = tuple[str, int, int]
 
@@ -35,11 +36,10 @@ def cell(drafter: str, confidence: float, position: int) -> Cell:
     return drafter, int(confidence * CONFIDENCE_STEPS), min(position, LAST_POSITION)
 
 
-def confidence(draft: Draft, position: int) -> float:
-    """The drafter's own probability that this token is right."""
-    if position >= len(draft.confidences):
-        return DEFAULT_CONFIDENCE
-    return min(max(draft.confidences[position], 0.0), 1.0)
+def confidences(draft: Draft) -> Sequence[float]:
+    """The drafter's own probability of each token, in [0, 1]."""
+    known = draft.confidences
+    return known if len(known) == len(draft) else (DEFAULT_CONFIDENCE,) * len(draft)
 
 
 @dataclass
@@ -76,10 +76,12 @@ class AcceptanceStats:
 
     def add(self, draft: Draft, accepted: int) -> None:
         """A verified draft whose first `accepted` tokens stood. What comes after the first rejection tells nothing."""
+        claims = confidences(draft)
+        drafter = self.drafters.setdefault(draft.drafter, Tally())
         for position, stood in judged(draft, accepted):
-            place = cell(draft.drafter, confidence(draft, position), position)
+            place = cell(draft.drafter, claims[position], position)
             self.cells.setdefault(place, Tally()).add(stood, self.keep)
-            self.drafters.setdefault(draft.drafter, Tally()).add(stood, self.keep)
+            drafter.add(stood, self.keep)
 
     def asked(self, drafter: str, gain: float) -> None:
         """A drafter was asked, and what it drafted was worth this much."""
@@ -113,9 +115,9 @@ class AcceptancePrior:
 
     def add(self, draft: Draft, accepted: int) -> None:
         """A verified draft."""
+        claim, claims = self._claimed.setdefault(draft.drafter, Tally()), confidences(draft)
         for position, _ in judged(draft, accepted):
-            claim = self._claimed.setdefault(draft.drafter, Tally())
-            claim.add(confidence(draft, position), self._stats.keep)
+            claim.add(claims[position], self._stats.keep)
         self._stats.add(draft, accepted)
 
     def asked(self, drafter: str, gain: float) -> None:
@@ -166,12 +168,13 @@ class AcceptanceWindow:
         """
         rates: list[float] = []
         belief = honesty = self._prior.honesty(draft.drafter)
-        for position in range(len(draft)):
-            claimed = confidence(draft, position)
+        for position, claimed in enumerate(confidences(draft)):
             place = cell(draft.drafter, claimed, position)
-            rate = self._stats.rate(place, self._prior.rate(place, min(claimed * belief, 1.0)))
+            unseen = claimed * belief
+            rate = self._stats.rate(place, self._prior.rate(place, unseen if unseen < 1.0 else 1.0))
             rates.append(rate)
-            belief = max(honesty, CARRIED_ON * rate / max(claimed, LEAST_CLAIM))
+            carried = CARRIED_ON * rate / claimed if claimed > LEAST_CLAIM else 0.0
+            belief = carried if carried > honesty else honesty
         return rates
 
     def asked(self, drafter: str, gain: float) -> None:

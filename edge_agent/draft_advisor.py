@@ -78,7 +78,7 @@ class DraftAdvisor:
     ) -> None:
         """drafters: cost of a token of each, in direct rounds. probe_every: rounds between trials of what lost."""
         self._drafters = dict(drafters)
-        self._accounts = {name: ledger.account(name) for name in drafters}
+        self._accounts = ledger.accounts
         self._ledger = ledger
         self._probe_every = probe_every
         self._unused = 0
@@ -89,6 +89,7 @@ class DraftAdvisor:
         self._limits: dict[str, int] = {}
         self._promises: dict[str, float] = {}
         self._trials: frozenset[str] = frozenset()
+        self._appraised: list[tuple[Draft, Choice]] = []
         self.window = AcceptanceWindow(prior)
 
     @property
@@ -134,12 +135,11 @@ class DraftAdvisor:
             return math.inf
         return math.ulp(0.0) if drafter in self._trials else self._promises[drafter]
 
-    def choose(self, draft: Draft, *, forced: bool = False) -> Choice:
-        """The best length of a draft, now that it is there and its cost is spent."""
-        most_extra = math.inf if forced else self._accounts[draft.drafter].rounds.credit
-        return best_length(
-            self.window.rates(draft), self._curve, value=self.value, margin=MARGIN, most_extra=most_extra
-        )
+    def gain(self, draft: Draft) -> float:
+        """What the best length of a draft is expected to gain, now that it is there and its cost is spent."""
+        choice = self._choose(draft, self._accounts[draft.drafter].rounds.credit)
+        self._appraised.append((draft, choice))
+        return choice.gain
 
     def go_on(self, drafter: str, confidences: Sequence[float]) -> bool:
         """Whether one more token promises more than drafting and verifying it cost, and the account can bear it."""
@@ -155,7 +155,7 @@ class DraftAdvisor:
         """How many tokens of a draft to verify."""
         if not draft.tokens:
             return 0
-        length = self.choose(draft, forced=forced).length
+        length = self._length(draft, forced=forced)
         account = self._accounts[draft.drafter]
         self._unused = 0 if length else self._unused + 1
         if length:
@@ -175,6 +175,10 @@ class DraftAdvisor:
         self._decoded = self._decoded * keep + cost
         self._committed = self._committed * keep + round.accepted + 1
         self._ledger.accrue(cost * share)
+        for draft, choice in self._appraised:
+            if draft.tokens and not self.is_free(draft.drafter):
+                self.window.asked(draft.drafter, choice.gain - len(draft) * self._drafters[draft.drafter])
+        self._appraised.clear()
         for name, spent in round.draft_costs.items():
             self._accounts[name].settle(-spent)
         for name, spent in round.catch_up_costs.items():
@@ -184,10 +188,6 @@ class DraftAdvisor:
             self._accounts[round.draft.drafter].settle(round.accepted + 1 - round.verify_cost)
         self.window.add(round.draft, round.accepted)
 
-    def note(self, draft: Draft) -> None:
-        """A costly drafter was asked and this came: what it is worth tells what asking it again promises."""
-        self.window.asked(draft.drafter, self.choose(draft).gain - len(draft) * self._drafters[draft.drafter])
-
     def is_free(self, drafter: str) -> bool:
         """Whether asking costs next to nothing."""
         return self._drafters.get(drafter, 1.0) < FREE_DRAFT
@@ -195,6 +195,17 @@ class DraftAdvisor:
     @property
     def _is_off(self) -> bool:
         return self._unused >= OFF_AFTER
+
+    def _choose(self, draft: Draft, most_extra: float) -> Choice:
+        rates = self.window.rates(draft)
+        return best_length(rates, self._curve, value=self.value, margin=MARGIN, most_extra=most_extra)
+
+    def _length(self, draft: Draft, *, forced: bool) -> int:
+        """The best length; where drafts are forced, whatever it may lose."""
+        if forced:
+            return self._choose(draft, math.inf).length
+        known = next((choice for appraised, choice in self._appraised if appraised is draft), None)
+        return (known or self._choose(draft, self._accounts[draft.drafter].rounds.credit)).length
 
     def _pays(self, drafter: str, prospect: Prospect) -> bool:
         """Whether a costly drafter's promise is worth its catching up."""

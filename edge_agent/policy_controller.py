@@ -95,7 +95,7 @@ class PolicyEngine:
         self.energy = EnergyAccount(meter or CpuTimeMeter(4.0))
         self.joules = CostModel(costs.curve.values)
         self.prior = AcceptancePrior()
-        self.ledger = SpeculationLedger()
+        self.ledger = SpeculationLedger(self.drafters)
         self.clock = clock
         self.memory = PolicyMemory()
         self.decisions: deque[NotedDecision] = deque(maxlen=DECISIONS_KEPT)
@@ -146,7 +146,7 @@ class PolicyEngine:
                 "draft_token_ms": {name: round(cost * 1e3, 4) for name, cost in self.costs.draft_costs.items()},
             },
             "acceptance": {name: round(self.prior.honesty(name), 3) for name in self.drafters},
-            "credit": {name: round(credit, 3) for name, credit in self.ledger.credits().items()},
+            "credit": {name: round(account.rounds.credit, 3) for name, account in self.ledger.accounts.items()},
             "energy_source": self.energy.source,
             "decisions": [
                 {
@@ -219,10 +219,12 @@ class PolicyController:
 
     def gain(self, draft: Draft) -> float:
         """See `Appraiser.gain`. Drafts are noted: what they cost and were worth is learnt when the round is over."""
+        if not draft.tokens:
+            return 0.0
         self._proposed.append(draft)
         if self._drafts_for_cloud or self._forced:
-            return 2 * ANY_GAIN if draft.tokens else 0.0
-        return self._advisor.choose(draft).gain if draft.tokens else 0.0
+            return 2 * ANY_GAIN
+        return self._advisor.gain(draft)
 
     def go_on(self, drafter: str, confidences: Sequence[float]) -> bool:
         """See `Appraiser.go_on`. A draft for the cloud has the length that its link asks for."""
@@ -371,13 +373,11 @@ class PolicyController:
             catch_up = self._catch_up(name)
             if catch_up > 0.0:
                 catch_up_costs[name] = catch_up
-            elif len(asked) <= 1 and self._load.running <= 1 and draft.tokens:
+            elif len(asked) <= 1 and self._load.running <= 1:
                 spent = draft_s
                 costs.observe_draft(name, len(draft), spent)
             draft_costs[name] = spent / costs.direct
             self._taken_in[name] = self._position
-            if asked:
-                self._advisor.note(draft)
         return draft_costs, catch_up_costs
 
     def _catch_up(self, drafter: str) -> float:

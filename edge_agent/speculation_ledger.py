@@ -8,7 +8,14 @@ its drafter's account holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STOCK = 3.0
+"""Direct rounds that all accounts together begin with."""
+
+MOST = 4.0
+"""Direct rounds that an account holds at most: what was earned long ago is no leave to lose it all now."""
 
 MOST_PATIENCE = 4
 """A trial that fails makes the next one wait longer, up to this many times as long."""
@@ -19,11 +26,10 @@ class Purse:
     """Direct rounds that may be lost. May fall below zero; then nothing is risked until it has filled again."""
 
     credit: float
-    most: float
 
     def put(self, gain: float) -> None:
         """A gain, or a loss if negative."""
-        self.credit = min(self.credit + gain, self.most)
+        self.credit = min(self.credit + gain, MOST)
 
 
 @dataclass
@@ -34,8 +40,8 @@ class Account:
     for every catch-up and holds no more than its drafts have earned since.
     """
 
-    rounds: Purse = field(default_factory=lambda: Purse(2.0, 4.0))
-    starts: Purse = field(default_factory=lambda: Purse(2.0, 4.0))
+    rounds: Purse
+    starts: Purse
     _wait: int = 0
     _patience: int = 1
 
@@ -58,27 +64,22 @@ class Account:
         """A draft was worth verifying without being a trial."""
         self._patience = 1
 
-    def accrue(self, gain: float) -> None:
-        """A round has passed, and this much may be spent on trying."""
+    def wait(self) -> None:
+        """A round has passed."""
         self._wait -= 1
-        self.settle(gain)
 
 
 class SpeculationLedger:
     """The accounts of all drafters; one ledger a process."""
 
-    def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
-
-    def account(self, drafter: str) -> Account:
-        """A drafter's account, opened when it is first asked for."""
-        return self._accounts.setdefault(drafter, Account())
+    def __init__(self, drafters: Sequence[str]) -> None:
+        share = STOCK / max(len(drafters), 1)
+        self.accounts = {name: Account(Purse(share), Purse(share)) for name in drafters}
 
     def accrue(self, gain: float) -> None:
-        """A round has passed: this much, shared among the drafters, may be spent on trying."""
-        for account in self._accounts.values():
-            account.accrue(gain / len(self._accounts))
-
-    def credits(self) -> dict[str, float]:
-        """What each drafter's next draft may lose."""
-        return {name: account.rounds.credit for name, account in self._accounts.items()}
+        """A round has passed: this much may be spent on trying, by those that have little."""
+        for account in self.accounts.values():
+            account.wait()
+        needy = [account for account in self.accounts.values() if account.rounds.credit < MOST]
+        for account in needy:
+            account.settle(gain / len(needy))

@@ -295,7 +295,7 @@ def test_an_unknown_draft_model_is_tried_only_where_little_is_at_stake() -> None
 def test_a_catch_up_stops_neither_other_drafters_nor_its_own() -> None:
     """The first draft of a model includes the prompt: seconds that say nothing about what a draft costs."""
     engine, controller = catching_up(prompt_length=256, max_tokens=128, shown=50)
-    account = engine.ledger.account("model")
+    account = engine.ledger.accounts["model"]
     before = account.rounds.credit, account.starts.credit
     assert controller.gain(SURE) > 0
     assert controller.trim(state(), SURE) == 2
