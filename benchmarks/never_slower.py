@@ -88,8 +88,10 @@ class Spent:
         )
 
 
-async def answer(engine: Engine, scenario: Scenario, num_tokens: int, speculation: Speculation) -> Spent:
-    """A whole greedy answer, from an empty cache."""
+async def answer(
+    engine: Engine, scenario: Scenario, num_tokens: int, speculation: Speculation, *, keep_answers: bool = False
+) -> Spent:
+    """A whole greedy answer, from an empty cache. keep_answers: past answers may be drafted from."""
     prompt = engine.chat_template.encode(engine.tokenizer, [{"role": "user", "content": scenario.text}])
     request = GenerationRequest(
         tuple(prompt[-(engine.context_length - num_tokens - 1) :]),
@@ -99,7 +101,7 @@ async def answer(engine: Engine, scenario: Scenario, num_tokens: int, speculatio
         prediction=tuple(engine.tokenizer.encode(scenario.prediction)) if scenario.prediction else (),
         speculation=speculation,
     )
-    engine.forget_prompts()
+    engine.forget_prompts(keep_answers=keep_answers)
     spent = Spent()
     started, cpu = time.perf_counter(), time.process_time()
     async with engine.session(request) as session:

@@ -148,10 +148,11 @@ class Engine:
             lookups.append(PoolDrafter(answers))
         return lookups
 
-    def forget_prompts(self) -> None:
+    def forget_prompts(self, *, keep_answers: bool = False) -> None:
         """Drop what earlier requests left in free caches and in the pool, so that answers that are compared begin
-        alike."""
-        self._pool.forget()
+        alike. keep_answers: leave the pool as it is."""
+        if not keep_answers:
+            self._pool.forget()
         for model in (self.target, self.draft):
             if model is not None:
                 model.slots.forget()
