@@ -33,6 +33,7 @@ class Server(uvicorn.Server):
         """
         config = uvicorn.Config(
             app,
+            http="h11",  # Not whatever else happens to be installed.
             log_level="warning",
             access_log=False,
             server_header=False,
