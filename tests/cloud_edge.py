@@ -67,7 +67,7 @@ def expected(request: GenerationRequest) -> list[int]:
 
 @asynccontextmanager
 async def cloud_client(url: str, **options: object) -> AsyncIterator[CloudClient]:
-    settings = {"timeouts": CloudTimeouts(connect_s=1.0, read_s=2.0, forget_s=2.0), **options}
+    settings = {"timeouts": CloudTimeouts(connect_s=20.0, read_s=60.0, forget_s=20.0), **options}
     client = CloudClient(url, FINGERPRINT, VOCAB, **settings)  # type: ignore[arg-type]
     try:
         yield client

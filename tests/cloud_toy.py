@@ -20,11 +20,12 @@ from fastapi import FastAPI
 
 from cloud_service.app import LoadedModel, Service, create_app
 from cloud_service.config import CloudSettings, load_settings
-from cloud_service.loading import open_fleet, open_store
+from cloud_service.loading import load_service, open_fleet, open_store
 from shared.causal_lm import Logits
 from shared.inference_thread import InferenceThread
 from shared.server import Server, bind
 from tests.fakes import TableLM
+from tests.servers import wait_until
 
 VOCAB = 16
 SEED = 5
@@ -42,15 +43,19 @@ class SlowTable(TableLM):
 
 
 class TableDecoder:
-    """Many toy sequences; a batch is one pass. `fail_next` makes the next one fail."""
+    """Many toy sequences; a batch is one pass. `failure` is what the next one raises."""
 
-    def __init__(self, pass_s: float = 0.0, context_length: int = 4096) -> None:
+    def __init__(
+        self, pass_s: float = 0.0, context_length: int = 4096, hold: Callable[[], object] = lambda: None
+    ) -> None:
+        """hold: called before each pass of a batch; it may wait."""
         self.vocab_size = VOCAB
         self.context_length = context_length
         self.pass_s = pass_s
         self.batch_sizes: list[int] = []
         self.caches: list[SlowTable] = []
         self.failure: Exception | None = None
+        self.hold = hold
 
     def new_cache(self) -> SlowTable:
         lm = SlowTable(VOCAB, SEED, context_length=self.context_length)
@@ -63,6 +68,7 @@ class TableDecoder:
             failure, self.failure = self.failure, None
             raise failure
         self.batch_sizes.append(len(caches))
+        self.hold()
         time.sleep(self.pass_s)
         rows = [TableLM.forward(cache, [token], 1)[0] for cache, token in zip(caches, tokens, strict=True)]
         return np.array(rows)
@@ -119,9 +125,20 @@ class CloudProcess:
     The processes are forked from one that has done its imports, so that a restart takes no time.
     """
 
-    def __init__(self, log: Path, *, pass_s: float = 0.0, **environment: str) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *,
+        pass_s: float = 0.0,
+        held_by: Path | None = None,
+        model: Path | None = None,
+        **environment: str,
+    ) -> None:
+        """held_by: while this file is there no batch runs. model: a real one's directory, in the toy's place."""
         self._log = log
-        self._pass_s = pass_s
+        self._flags = ["--pass-s", str(pass_s)]
+        self._flags += ["--held-by", str(held_by)] if held_by else []
+        self._flags += ["--model", str(model)] if model else []
         self._environment = environment
         self._pid = 0
         with socket.socket() as free:
@@ -166,7 +183,7 @@ class CloudProcess:
         return int(answer)
 
     def __enter__(self) -> CloudProcess:
-        command = [sys.executable, "-m", "tests.cloud_toy", "--port", str(self.port), "--pass-s", str(self._pass_s)]
+        command = [sys.executable, "-m", "tests.cloud_toy", "--port", str(self.port), *self._flags]
         with self._log.open("ab") as log:
             self._nursery = subprocess.Popen(
                 command,
@@ -193,6 +210,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--pass-s", type=float, default=0.0)
+    parser.add_argument("--held-by", type=Path, default=Path("/nowhere"))
+    parser.add_argument("--model", help="directory of a real model")
     arguments = parser.parse_args()
     pid = 0
     for command in sys.stdin:
@@ -207,8 +226,9 @@ def main() -> None:
         sys.stdout.flush()
     else:
         return
-    settings = load_settings({"preset": "tiny", "port": arguments.port})
-    app = toy_app(settings, TableDecoder(arguments.pass_s))
+    settings = load_settings({"preset": "tiny", "port": arguments.port, "model": arguments.model, "threads": 1})
+    decoder = TableDecoder(arguments.pass_s, hold=lambda: wait_until(lambda: not arguments.held_by.exists()))
+    app = create_app(settings, load_service) if arguments.model else toy_app(settings, decoder)
     asyncio.run(toy_server(app, settings).serve([bind(settings.host, settings.port)]))
 
 

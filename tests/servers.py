@@ -87,6 +87,12 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+def settled(url: str) -> None:
+    """Wait until the server has seen what happened on its sockets before: it takes turns."""
+    for _ in range(3):
+        httpx.get(f"{url}/health", timeout=60).raise_for_status()
+
+
 def post_bytes(path: str, body: dict[str, Any], **headers: str) -> bytes:
     """A raw HTTP/1.1 request with a JSON body."""
     data = json.dumps(body).encode()

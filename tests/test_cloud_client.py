@@ -368,7 +368,7 @@ def test_a_cancelled_answer_says_good_bye() -> None:
                     await asyncio.sleep(pause)
                     answer.cancel()
                     await asyncio.gather(answer, return_exceptions=True)
-        assert count() == 0
+            await _until(lambda: count() == 0)
 
     with running_cloud(TableDecoder(pass_s=0.005)) as cloud:
         asyncio.run(scenario(cloud.url, lambda: len(cloud.service.sessions)))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import signal
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from shared.sampling import SamplingParams
 from tests.cloud_edge import PROMPT, expected
 from tests.cloud_toy import CloudProcess, RunningCloud, TableDecoder, running_cloud
 from tests.fakes import TableLM
+from tests.servers import wait_until
 
 GREEDY = {"temperature": 0}
 ANSWER = expected(GenerationRequest(PROMPT, 200, SamplingParams(temperature=0)))
@@ -45,7 +46,7 @@ def later(
     }
 
 
-def post(cloud: RunningCloud, path: str, content: dict[str, object], **headers: str) -> httpx.Response:
+def post(cloud: RunningCloud | CloudProcess, path: str, content: dict[str, object], **headers: str) -> httpx.Response:
     return httpx.post(f"{cloud.url}{path}", json=content, headers=headers, timeout=30)
 
 
@@ -200,10 +201,7 @@ def test_a_client_that_leaves_frees_its_place() -> None:
         for _ in range(10):
             with httpx.stream("POST", f"{cloud.url}/v1/continue", json=body, timeout=30) as response:
                 next(response.iter_lines())
-        deadline = time.monotonic() + 30
-        while cloud.service.meter.running and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert cloud.service.meter.running == 0
+        wait_until(lambda: cloud.service.meter.running == 0)
         assert cloud.service.meter.streams == 0
 
 
@@ -280,31 +278,38 @@ def test_a_dead_inference_thread_is_not_ready() -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_stopped")
 
 
-def test_health_answers_at_once_while_the_model_works() -> None:
-    with running_cloud(TableDecoder(pass_s=0.4)) as cloud, ThreadPoolExecutor(1) as pool:
-        working = pool.submit(post, cloud, "/v1/verify", opening())
-        with httpx.Client(base_url=cloud.url) as client:
-            num_answers = 0
-            while not working.done():
-                assert client.get("/health").status_code == 200
-                num_answers += 1
-        assert num_answers > 3
+def test_health_answers_while_the_model_works() -> None:
+    held = threading.Event()
+    with running_cloud() as cloud, ThreadPoolExecutor(1) as pool:
+        cloud.decoder.hold = held.wait
+        try:
+            working = pool.submit(continue_tokens, cloud, [*PROMPT], 10)
+            wait_until(lambda: len(cloud.decoder.batch_sizes) > 0)
+            with httpx.Client(base_url=cloud.url) as client:
+                assert {client.get("/health").status_code for _ in range(5)} == {200}
+            assert not working.done()
+        finally:
+            held.set()
+        assert len(working.result()) == 11
 
 
 def test_a_stop_lets_streams_finish_and_admits_nobody(tmp_path: Path) -> None:
-    with CloudProcess(tmp_path / "log", pass_s=0.03) as cloud:
-        body = {"session_id": "stream-0001", "opening": {"tokens": [1], "prompt_len": 1}, "max_tokens": 40}
-        with httpx.stream("POST", f"{cloud.url}/v1/continue", json=body, timeout=30) as response:
+    """The stream stands still until the stop has been seen from outside."""
+    held_by = tmp_path / "held"
+    held_by.touch()
+    with CloudProcess(tmp_path / "log", held_by=held_by) as cloud:
+        # The first token comes with the prompt, outside of any batch.
+        body = {"session_id": "stream-0001", "opening": {"tokens": [1, 2], "prompt_len": 2}, "max_tokens": 40}
+        with httpx.stream("POST", f"{cloud.url}/v1/continue", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             cloud.signal(signal.SIGTERM)
-            statuses, last = set(), ""
-            for line in lines:
-                if line and "finish" not in line and 503 not in statuses:
-                    statuses.add(httpx.get(f"{cloud.url}/ready").status_code)
-                last = line or last
-            assert "finish" in last
-        assert 503 in statuses
+            wait_until(lambda: httpx.get(f"{cloud.url}/ready", timeout=60).status_code == 503)
+            assert post(cloud, "/v1/continue", body).status_code == 503
+            held_by.unlink()
+            frames = [line for line in lines if line]
+            assert "finish" in frames[-1]
+            assert len(frames) == 40
         assert cloud.wait() == 0
 
 
@@ -327,9 +332,7 @@ def test_500_cancelled_requests_leave_no_session() -> None:
                     await asyncio.gather(*(one(client, number) for number in range(start, start + 20)))
 
         asyncio.run(scenario())
-        deadline = time.monotonic() + 30
-        while cloud.service.meter.running and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: cloud.service.meter.running == 0)
         assert len(cloud.service.sessions) == 0
         assert cloud.service.store.num_sessions == 0  # type: ignore[attr-defined]
         assert (cloud.service.meter.running, cloud.service.meter.waiting) == (0, 0)

@@ -23,6 +23,7 @@ from tests.servers import (
     events,
     post_bytes,
     run_server,
+    settled,
     streamed_text,
     wait_until,
 )
@@ -155,19 +156,23 @@ def raw_post(server: RunningServer, body: dict[str, Any]) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_generation_stops_within_a_round_when_the_client_leaves(stream: bool) -> None:
-    script = Script(LONG, ends=False, pause_s=0.02)
-    with run_server(toy_settings(), lambda: script_engine(script, gamma=3)) as server:
-        connection = raw_post(server, {**CHAT, "stream": stream, "max_tokens": 200})
+    script = Script(LONG, ends=False, pause_s=0.001)
+    settings = toy_settings(context_length=60_000)
+    with run_server(settings, lambda: script_engine(script, gamma=3, context_length=60_000)) as server:
+        connection = raw_post(server, {**CHAT, "stream": stream})
         wait_until(lambda: script.num_rows > 5)
         if stream:
             received = b""
             while b'"content":"a"' not in received:
                 received += connection.recv(4096)
-        connection.close()
+        script.gate.clear()
         rows_at_close = script.num_rows
+        connection.close()
+        settled(server.url)
+        script.gate.set()
         wait_until(lambda: server.agent.scheduler.num_running == 0)
-        # The round that ran, at most one that began before the close was seen: a pass has up to gamma + 1 rows.
-        assert script.num_rows - rows_at_close <= 4 * 4
+        # A pass that was past the gate, and the one that waited at it; each has up to gamma + 1 rows.
+        assert script.num_rows - rows_at_close <= 2 * 4
         rows = script.num_rows
         time.sleep(0.2)
         assert script.num_rows == rows

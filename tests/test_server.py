@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -48,16 +46,13 @@ def test_health_answers_while_the_model_is_busy() -> None:
         try:
             busy = pool.submit(chat, server, max_tokens=3)
             wait_until(lambda: server.agent.scheduler.num_running == 1)
-            times = []
-            for _ in range(20):
-                started = time.perf_counter()
-                assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-                times.append(time.perf_counter() - started)
-            assert httpx.get(f"{server.url}/ready").json()["ready"] is True
+            for _ in range(3):
+                assert httpx.get(f"{server.url}/health", timeout=60).json() == {"status": "ok"}
+            assert httpx.get(f"{server.url}/ready", timeout=60).json()["ready"] is True
+            assert not busy.done()
         finally:
             script.gate.set()
         assert busy.result().status_code == 200
-        assert statistics.median(times) < 1.0  # It would be half a minute if it waited for the model.
 
 
 def test_dead_inference_thread_is_not_ready_and_answers_503() -> None:
@@ -70,24 +65,29 @@ def test_dead_inference_thread_is_not_ready_and_answers_503() -> None:
 
 
 def test_stop_is_not_ready_at_once_and_running_streams_finish() -> None:
-    script = Script(LONG, pause_s=0.02)
+    script = Script(LONG)
+    script.gate.clear()
     with run_server(toy_settings(grace_s=60), lambda: script_engine(script)) as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(chat, server, stream=True)
-        wait_until(lambda: script.num_rows > 2)
-        server.stop()
-        wait_until(lambda: server.agent.scheduler.draining)
-        assert httpx.get(f"{server.url}/ready").status_code == 503
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        refused = chat(server)
-        assert error_of(refused, 503)["code"] == "overloaded"
+        wait_until(lambda: server.agent.scheduler.num_running == 1)
+        try:
+            server.stop()
+            wait_until(lambda: server.agent.scheduler.draining)
+            assert httpx.get(f"{server.url}/ready").status_code == 503
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            assert error_of(chat(server), 503)["code"] == "overloaded"
+        finally:
+            script.gate.set()
         assert streamed_text(answer.result()) == LONG
         server.thread.join(30)
         assert not server.thread.is_alive()
 
 
 def test_stream_past_the_grace_time_ends_with_an_error_frame() -> None:
-    script = Script(LONG, ends=False, pause_s=0.05)
-    with run_server(toy_settings(grace_s=0.2), lambda: script_engine(script)) as server, ThreadPoolExecutor(1) as pool:
+    script = Script(LONG, ends=False, pause_s=0.001)
+    settings = toy_settings(grace_s=0.2, context_length=60_000)
+    make = lambda: script_engine(script, context_length=60_000)  # noqa: E731
+    with run_server(settings, make) as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(chat, server, stream=True)
         wait_until(lambda: script.num_rows > 2)
         server.stop()

@@ -36,6 +36,7 @@ from shared.grammar import GrammarCompiler
 from shared.inference_thread import InferenceThread
 from shared.kv_slots import SlotPool
 from shared.models.build import build_model
+from shared.onnx_batch import OnnxBatchModel
 from shared.onnx_lm import OnnxModel
 from shared.sampling import AcceptanceRule, Distribution, Sampler, SamplingParams, filtered_softmax
 from shared.tokenizer import Tokenizer
@@ -413,13 +414,15 @@ def test_A13_a_grammar_never_goes_to_the_cloud() -> None:
         assert decision.reason is Reason.STRUCTURED
 
 
-def test_A15_the_edges_of_truncate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["alone", "row"])
+def test_A15_the_edges_of_truncate(kind: str, tmp_path: Path) -> None:
     """Cutting to nothing keeps everything; a negative length is taken (transformers#47433, mlx-lm#1528).
 
     Here: 0 empties, what makes no sense raises before anything changes, and an error at any await leaves a cache that
     gives the next request the same answer.
     """
-    lm = random_decoder(tmp_path).new_cache()
+    model = random_decoder(tmp_path)
+    lm = model.new_cache() if kind == "alone" else OnnxBatchModel(model, 2).new_cache()
     lm.forward([1, 2, 3, 4], 0)
     for length in (-1, 5, 99):
         with pytest.raises(ValueError, match=r"0\.\.4"):

@@ -22,7 +22,7 @@ from shared.sse import SseParser, frame
 from shared.tokenizer import Tokenizer
 from tests.cloud_edge import PROMPT, PlannedController, always, cloud_client, edge_session, expected, tokens_of
 from tests.cloud_toy import running_cloud
-from tests.servers import CHAT, chat, events, post_bytes, run_server, streamed_text, wait_until
+from tests.servers import CHAT, chat, events, post_bytes, run_server, settled, streamed_text, wait_until
 from tests.toy_engine import Script, script_engine, toy_settings
 
 TEXTS = ["😀", "👩‍👩‍👧‍👦 ok", "日本語のテキスト", "a\u2028b\u0085c", "naïve 🇩🇪!"]
@@ -157,17 +157,25 @@ def _broken(tokens: object, num_logits: int) -> Any:
 
 
 def leave_early(stream: bool) -> None:
-    script = Script("abcdefghij" * 20, ends=False, pause_s=0.02)
-    with run_server(toy_settings(), lambda: script_engine(script, gamma=3)) as server:
+    gamma, context = 3, 60_000
+    script = Script("abcdefghij" * 20, ends=False, pause_s=0.001)
+    settings = toy_settings(context_length=context)
+    with run_server(settings, lambda: script_engine(script, gamma=gamma, context_length=context)) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(post_bytes("/v1/chat/completions", {**CHAT, "stream": stream}))
             if stream:
                 connection.recv(100)
             wait_until(lambda: script.num_rows > 4)
+            script.gate.clear()
+        rows = script.num_rows
+        settled(server.url)
+        script.gate.set()
         wait_until(lambda: server.agent.scheduler.num_running == 0)
+        # A pass that was past the gate when it closed, and the one that waited at it.
+        assert script.num_rows - rows <= 2 * (gamma + 1)
         rows = script.num_rows
         time.sleep(0.2)
-        assert script.num_rows == rows < 200
+        assert script.num_rows == rows
 
 
 def test_B8_a_client_that_leaves_before_its_answer() -> None:

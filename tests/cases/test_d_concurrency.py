@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +25,7 @@ from edge_agent.request import GenerationRequest
 from shared.errors import CloudError
 from shared.protocol import tokens_crc
 from shared.sampling import SamplingParams
+from shared.server import LAST_BYTES_S
 from tests.cases.places import CLOUD, DEVICE, no_drafts, open_place, tokens
 from tests.cloud_edge import PROMPT, PlannedController, always, cloud_client, expected, positions_of, rounds_of
 from tests.cloud_toy import TableDecoder, running_cloud
@@ -233,14 +233,18 @@ def test_D10_a_stop_in_the_middle_of_a_stream() -> None:
 
     Here: not ready at once, running streams get their grace time, and compose waits longer than that.
     """
-    script = Script(LONG, pause_s=0.02)
+    script = Script(LONG)
+    script.gate.clear()
     with run_server(toy_settings(grace_s=60), lambda: script_engine(script)) as server, ThreadPoolExecutor(1) as pool:
         stream = pool.submit(chat, server, stream=True)
-        wait_until(lambda: script.num_rows > 2)
-        server.stop()
-        wait_until(lambda: server.agent.scheduler.draining)
-        assert httpx.get(f"{server.url}/ready").status_code == 503
-        assert error_of(chat(server), 503)["code"] == "overloaded"
+        wait_until(lambda: server.agent.scheduler.num_running == 1)
+        try:
+            server.stop()
+            wait_until(lambda: server.agent.scheduler.draining)
+            assert httpx.get(f"{server.url}/ready").status_code == 503
+            assert error_of(chat(server), 503)["code"] == "overloaded"
+        finally:
+            script.gate.set()
         assert streamed_text(stream.result()) == LONG
 
 
@@ -251,9 +255,8 @@ def test_D10_compose_waits_longer_than_the_grace_time(service: str, settings: An
     assert ours
     grace_s = settings.model_fields["grace_s"].default
     for each in ours.values():
-        assert int(each["stop_grace_period"].removesuffix("s")) > float(
-            each.get("environment", {}).get("SOUSCHEF_GRACE_S", grace_s)
-        )
+        waits_s = int(each["stop_grace_period"].removesuffix("s"))
+        assert waits_s > float(each.get("environment", {}).get("SOUSCHEF_GRACE_S", grace_s)) + LAST_BYTES_S
 
 
 def test_D11_ten_times_the_capacity() -> None:
@@ -293,17 +296,12 @@ def test_D12_health_while_the_model_works() -> None:
         try:
             busy = pool.submit(chat, server, max_tokens=3)
             wait_until(lambda: server.agent.scheduler.num_running == 1)
-            times = []
-            for _ in range(20):
-                started = time.perf_counter()
-                assert httpx.get(f"{server.url}/health").status_code == 200
-                times.append(time.perf_counter() - started)
+            for _ in range(3):
+                assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
             assert not busy.done()
         finally:
             script.gate.set()
         assert busy.result().status_code == 200
-        # Half a minute if it waited for the model; 0.1 s is held by the load test, on a machine of its own.
-        assert statistics.median(times) < 1.0
         server.agent.engine.thread.stop()
         assert httpx.get(f"{server.url}/ready").status_code == 503
         assert error_of(chat(server), 503)["code"] == "engine_stopped"
