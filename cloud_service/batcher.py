@@ -25,6 +25,11 @@ LINGER_SHARE = 0.05
 LONGEST_LINGER_S = 0.02
 
 
+def linger_s(last_pass_s: float) -> float:
+    """How long a batch waits for the steps that it expects."""
+    return min(LINGER_SHARE * last_pass_s, LONGEST_LINGER_S)
+
+
 class BatchDecoder(Protocol[LM]):
     """A model whose caches can be stepped together."""
 
@@ -119,9 +124,8 @@ class Batcher(Generic[LM]):
     async def _linger(self) -> None:
         """Streams ask for their next step as soon as the last is done; give as many as last time a moment to arrive."""
         expected = min(self._last_size, self._max_batch)
-        linger_s = min(LINGER_SHARE * self._last_pass_s, LONGEST_LINGER_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(linger_s):
+            async with asyncio.timeout(linger_s(self._last_pass_s)):
                 while len(self._waiting) < expected:
                     self._arrived.clear()
                     await self._arrived.wait()

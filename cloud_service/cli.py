@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from cloud_service.capacity.command import capacity
 from cloud_service.config import CloudSettings, Preset, load_settings
 
 app = typer.Typer(
@@ -42,6 +43,11 @@ def serve(
     """Serve until SIGINT or SIGTERM."""
     flags = {name: value for name, value in locals().items() if name != "api_key"}
     _serve(load_settings({**flags, "api_keys": tuple(api_key or ())}))
+
+
+app.command(epilog="Example: cloud-service capacity --curve 84,106,137,160,177 --acceptance 0.8 --token-p95-ms 250.")(
+    capacity
+)
 
 
 def _serve(settings: CloudSettings) -> None:

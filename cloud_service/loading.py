@@ -32,7 +32,7 @@ async def load_service(settings: CloudSettings) -> Service:
     """
     thread = InferenceThread()
     try:
-        model = await thread.run(_load_model, settings)
+        model = await thread.run(load_model, settings)
         return Service(settings, model, thread, open_store(settings), open_fleet(settings))
     except BaseException:
         thread.stop()
@@ -69,7 +69,8 @@ def _sealer(settings: CloudSettings) -> Sealer:
     return Sealer(settings.store_key.get_secret_value() if settings.store_key else None)
 
 
-def _load_model(settings: CloudSettings) -> LoadedModel:
+def load_model(settings: CloudSettings) -> LoadedModel:
+    """The model in memory, with as many caches as fit; raises `ModelError` if it can't be had."""
     path = fetch_model(settings)
     model = OnnxModel(path, context_length=settings.context_length, num_threads=settings.threads)
     fitting = settings.kv_memory_bytes // (model.cache_bytes_per_token * model.context_length)
