@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 from edge_agent.cloud_client import CloudClient
 from edge_agent.cloud_link import may_leave
@@ -26,13 +26,15 @@ from edge_agent.policy import Rung, heat_rung
 from edge_agent.request import GenerationRequest
 from edge_agent.thresholds import Thresholds
 from shared.errors import CloudError
-from shared.protocol import DeviceReport
+from shared.protocol import DeviceReport, HeatName
 
 logger = logging.getLogger(__name__)
 
 LONGEST_BACKOFF = 16
 """Intervals between two reports to a cloud that takes none."""
 MAX_NAME = 128
+HEAT_NAMES: tuple[HeatName, ...] = get_args(HeatName)
+"""By rung."""
 
 
 class Fleet(Protocol):
@@ -155,11 +157,11 @@ def kept_device_id(path: Path) -> str:
     return made
 
 
-def _heat(device: DeviceState, thresholds: Thresholds) -> str | None:
+def _heat(device: DeviceState, thresholds: Thresholds) -> HeatName | None:
     """The rung that the readings alone stand on: the policy's own memory knows of every request."""
     if device.temperature_c is None and device.headroom is None and device.thermal_status is None:
         return None
-    return heat_rung(device, thresholds, Rung.NOMINAL).name.lower()
+    return HEAT_NAMES[heat_rung(device, thresholds, Rung.NOMINAL)]
 
 
 def _whole(value: float | None) -> float | None:
