@@ -53,13 +53,13 @@ PROFILES: Mapping[str, DeviceProfile] = {
         ambient_c=25.0,
         limit_c=43.0,
         clear_k=0.5,
-        fast_k_per_w=2.4,
-        fast_s=3.7,
-        slow_k_per_w=4.46,
-        slow_s=318.0,
+        fast_k_per_w=2.3,
+        fast_s=2.8,
+        slow_k_per_w=4.5,
+        slow_s=285.0,
         base_w=0.4,
-        active_w=6.75,
-        exponent=1.66,
+        active_w=6.25,
+        exponent=1.68,
         lowest_clock=0.3,
         battery_wh=19.0,
         statuses_c=(39.0, 43.0, 45.0, 46.5, 52.0, 55.0),
@@ -130,6 +130,7 @@ class SimulatedPhone:
         self._clock = clock
         self._lock = threading.Lock()
         self._joules = 0.0
+        self._radio_j = 0.0
         self.become(profile, battery_percent)
 
     def become(self, profile: DeviceProfile, battery_percent: float = 80.0) -> None:
@@ -171,16 +172,21 @@ class SimulatedPhone:
             self._busy_s += busy_s
             self._advance()
 
-    def spend(self, joules: float) -> None:
-        """Something else used energy: the radio."""
+    def transmit(self, joules: float) -> None:
+        """The radio used energy."""
         with self._lock:
-            self._joules += joules
+            self._radio_j += joules
+
+    @property
+    def radio_j(self) -> float:
+        """Joules of the radio so far."""
+        return self._radio_j
 
     def total_j(self) -> float:
-        """Joules so far."""
+        """Joules so far, the radio's included."""
         with self._lock:
             self._advance()
-            return self._joules
+            return self._joules + self._radio_j
 
     def reading(self, now: float) -> DeviceReading:
         """What its sensors say."""

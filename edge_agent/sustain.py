@@ -64,18 +64,19 @@ class SustainPlan:
     stop_ids: frozenset[int] = frozenset()
     minutes: float = 10.0
     time_scale: float = 10.0
-    max_tokens: int = 64
+    max_tokens: int = 48
     rtt_s: float = 0.040
-    cloud_speed: float = 1.5
+    cloud_speed: float = 1.0
 
 
 @dataclass(frozen=True)
 class Moment:
-    """After a round. at_s: of the device's time. joules: of the whole device since the start."""
+    """After a round. at_s: of the device's time. joules: of the whole device since the start; radio_j: the radio's."""
 
     at_s: float
     tokens: int
     joules: float
+    radio_j: float
     temperature_c: float
     clock_share: float
     mode: Mode
@@ -99,6 +100,11 @@ class SustainRun:
     def joules_per_token(self) -> float:
         """Joules of the whole device over tokens, wherever they were made."""
         return self.moments[-1].joules / max(self.num_tokens, 1) if self.moments else 0.0
+
+    @property
+    def radio_share(self) -> float:
+        """Share of the joules that the radio took."""
+        return self.moments[-1].radio_j / self.moments[-1].joules if self.moments else 0.0
 
     def rate(self, start_s: float, end_s: float) -> float:
         """Tokens a second of real time, between two moments of the device's time."""
@@ -214,7 +220,7 @@ class CloudOfOwn:
         self._streaming = not draft.tokens
         verdict = await self._verifier.verify(tokens, draft, sampler)
         active_s = self._time.now() - started
-        self._phone.spend(radio_j(Network.WIFI, ROUND_BYTES, ROUND_BYTES, active_s))
+        self._phone.transmit(radio_j(Network.WIFI, ROUND_BYTES, ROUND_BYTES, active_s))
         return verdict
 
     async def release(self, tokens: Sequence[int]) -> None:
@@ -287,6 +293,8 @@ class _Bench:
         plan = self._plan
         request = GenerationRequest(prompt, plan.max_tokens, SamplingParams(temperature=0.0), stop_ids=plan.stop_ids)
         controller = policy.open(request) if policy else FixedController(UNMANAGED_GAMMA)
+        # Every answer reads its prompt, in the first minute as in the last.
+        self._target.slots.forget()
         async with self._target.slot(prompt) as here, self._target.slot(prompt) as there:
             local: Verifier = LocalVerifier(TimedLM(here, self._curve, self._time, self._phone), thread)
             cloud = LocalVerifier(TimedLM(there, self._cloud_curve, self._time, None), thread)
@@ -313,8 +321,8 @@ class _Bench:
             self._sampler.sample()
             self._sampled_at = now
         self._tokens += len(round.tokens)
-        phone = self._phone
-        return Moment(now, self._tokens, phone.total_j(), phone.temperature_c, phone.clock_share, round.decision.mode)
+        phone, mode = self._phone, round.decision.mode
+        return Moment(now, self._tokens, phone.total_j(), phone.radio_j, phone.temperature_c, phone.clock_share, mode)
 
 
 async def run_all(target: LocalModel, plan: SustainPlan, setups: Sequence[Setup] = tuple(Setup)) -> list[SustainRun]:

@@ -44,12 +44,26 @@ def course(
     return phone, shares
 
 
-def test_sustained_load_falls_as_published() -> None:
-    """iPhone 17 Pro, ten minutes of decoding: a GPU keeps 38 to 48 % of its burst, an engine of half the power 67 %."""
-    gpu = dataclasses.replace(PHONE, active_w=9.0)
-    engine = dataclasses.replace(PHONE, active_w=4.5)
-    assert sum(course(gpu, 600)[1][-60:]) / 60 == pytest.approx(0.43, abs=0.06)
-    assert sum(course(engine, 600)[1][-60:]) / 60 == pytest.approx(0.67, abs=0.06)
+@pytest.mark.parametrize(
+    ("active_w", "kept", "a_tenth_lost_s", "a_quarter_lost_s"),
+    [
+        pytest.param(9.0, (0.38, 0.48), (5, 13), (28, 40), id="iPhone 17 Pro, GPU"),
+        pytest.param(4.5, (0.64, 0.70), (93, 140), (230, 390), id="iPhone 17 Pro, Neural Engine"),
+        pytest.param(PHONE.active_w, (0.54, 0.59), (0, 600), (0, 600), id="iPhone 16 Pro"),
+    ],
+)
+def test_sustained_load_falls_as_published(
+    active_w: float,
+    kept: tuple[float, float],
+    a_tenth_lost_s: tuple[float, float],
+    a_quarter_lost_s: tuple[float, float],
+) -> None:
+    """Ten minutes of decoding, as docs/policy.md lists it; the middle of the way down is steeper than was published."""
+    _, shares = course(dataclasses.replace(PHONE, active_w=active_w), 600)
+    times = [next(n / 2 for n, share in enumerate(shares) if share <= left) for left in (0.9, 0.75)]
+    assert kept[0] <= sum(shares[-60:]) / 60 <= kept[1]
+    assert a_tenth_lost_s[0] <= times[0] <= a_tenth_lost_s[1]
+    assert a_quarter_lost_s[0] <= times[1] <= a_quarter_lost_s[1]
 
 
 @pytest.mark.parametrize("name", PROFILES)

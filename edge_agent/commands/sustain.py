@@ -39,7 +39,7 @@ def sustain(
     cloud_speed: Annotated[
         float,
         typer.Option(min=0.1, max=100.0, help="passes of the simulated cloud over the device's own at full clock"),
-    ] = 1.5,
+    ] = 1.0,
     plot: Annotated[Path | None, typer.Option(help="also draw a picture", metavar="FILE")] = None,
     preset: Annotated[Preset | None, typer.Option(help="pair of models; only the target is used")] = None,
     target: Annotated[str | None, typer.Option(help="model that answers")] = None,
@@ -104,19 +104,24 @@ async def _simulated(
 
 def summary_table(runs: Sequence[SustainRun], plan: SustainPlan) -> Table:
     """What each setup keeps of its first minute's speed, and at what energy."""
-    title = f"simulated {plan.profile.name}, {plan.minutes:g} minutes, time x{plan.time_scale:g}"
-    table = Table(
-        "", "first minute, tok/s", "last 30 %, tok/s", "kept", "J a token", "tokens", "on the cloud", title=title
+    title = (
+        f"simulated {plan.profile.name}, {plan.minutes:g} minutes, time x{plan.time_scale:g}; "
+        f"a cloud {plan.cloud_speed:g} times as fast, {plan.rtt_s * 1e3:g} ms away"
     )
+    table = Table(title=title)
+    table.add_column("", no_wrap=True)
+    for column in ("first minute", "last 30 %", "kept", "J/token", "by radio", "tokens", "on cloud"):
+        table.add_column(column, justify="right")
     for run in runs:
         table.add_row(
             run.setup.value,
-            f"{run.first_minute:.1f}",
-            f"{run.last_part:.1f}",
+            f"{run.first_minute:.1f} tok/s",
+            f"{run.last_part:.1f} tok/s",
             f"{run.retained:.0%}",
             f"{run.joules_per_token:.3f}",
+            f"{run.radio_share:.0%}",
             f"{run.num_tokens:,}",
-            f"{run.cloud_share:.0%} of rounds",
+            f"{run.cloud_share:.0%}",
         )
     return table
 
