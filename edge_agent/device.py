@@ -7,12 +7,17 @@ from collections.abc import Callable
 
 from edge_agent.device_state import DeviceReading
 from edge_agent.energy import EnergyMeter, choose_meter
-from edge_agent.sensors import DevicePush, DeviceSampler, MergedSensors, Sensors, SimulatedSensors, choose_sensors
+from edge_agent.sensors import DevicePush, DeviceSampler, MergedSensors, NullSensors, Sensors, choose_sensors
 from edge_agent.sensors.push import HeldPush
 from edge_agent.simulated_phone import PROFILES, SimulatedMeter, SimulatedPhone, ThrottledThread, find_profile
 from edge_agent.thresholds import Preset
 from shared.errors import BadRequestError, ConfigError, NotFoundError
 from shared.inference_thread import InferenceThread
+
+STALE_AFTER_S = 60.0
+"""A reading that is older isn't believed any more."""
+DEMO_HOLD_S = 300.0
+"""How long a simulated device stays as the sliders were set."""
 
 
 class Device:
@@ -21,13 +26,13 @@ class Device:
     def __init__(self, sensors: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         """sensors: the setting of that name. Raises `ConfigError` for one that doesn't exist."""
         self._clock = clock
-        self._held = HeldPush()
         self.phone: SimulatedPhone | None = None
         chosen: Sensors = choose_sensors(sensors, self._open_phone)
-        if isinstance(chosen, SimulatedSensors):
-            # What the demo's sliders say goes over what the simulation says.
+        self._held = HeldPush(DEMO_HOLD_S if self.is_simulated else STALE_AFTER_S)
+        if not isinstance(chosen, NullSensors):
+            # What an app or the demo's sliders say goes over what the machine's sensors or the simulation say.
             chosen = MergedSensors([self._held, chosen])
-        self.sampler = DeviceSampler(chosen, clock=clock)
+        self.sampler = DeviceSampler(chosen, stale_after_s=STALE_AFTER_S, clock=clock)
 
     @property
     def is_simulated(self) -> bool:
@@ -44,9 +49,9 @@ class Device:
 
     def push(self, push: DevicePush) -> None:
         """Take in what an app says of the device."""
-        reading = push.reading(self._clock())
-        self._held.hold(reading)
-        self.sampler.submit(reading)
+        now = self._clock()
+        self._held.hold(push, now)
+        self.sampler.submit(push.reading(now))
 
     def profiles(self) -> list[str]:
         """The simulated devices to choose from.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator
 
@@ -11,7 +10,7 @@ from edge_agent.device_state import DeviceReading, Network, ThermalStatus
 
 
 class DevicePush(BaseModel):
-    """The body of a push. All fields are optional: what isn't known is left out.
+    """The body of a push. All fields are optional: what isn't known is left out; null takes back what was pushed.
 
     thermal_status: Android's number 0 to 6, or its name in lower case.
     """
@@ -45,24 +44,25 @@ class DevicePush(BaseModel):
 
 
 class HeldPush:
-    """The last push as a sensor of its own: it stands over other sensors until it is released or old."""
+    """What was pushed, as a sensor of its own: each value stands over those of other sensors until it is old, or taken
+    back by a push of null."""
 
     source = "push"
 
-    def __init__(self, hold_s: float = 300.0) -> None:
+    def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._reading: DeviceReading | None = None
+        self._values: dict[str, tuple[float, Any]] = {}
 
-    def hold(self, reading: DeviceReading) -> None:
-        """Keep this one."""
-        self._reading = reading
+    def hold(self, push: DevicePush, now: float) -> None:
+        """Keep what this one names; what it doesn't stays as it was."""
+        # A new mapping: the sampler's thread may be reading the old one.
+        self._values = self._values | {name: (now, getattr(push, name)) for name in push.model_fields_set}
 
     def release(self) -> None:
-        """Keep none."""
-        self._reading = None
+        """Keep nothing."""
+        self._values = {}
 
     def read(self, now: float) -> DeviceReading | None:
-        """The held reading, as of now."""
-        if self._reading is None or now - self._reading.at > self._hold_s:
-            return None
-        return replace(self._reading, at=now)
+        """What is held, as of now."""
+        held = {name: value for name, (at, value) in self._values.items() if now - at <= self._hold_s}
+        return DeviceReading(now, self.source, **held) if held else None
