@@ -119,7 +119,7 @@ def capacity_table(found: dict[tuple[str, int], Outcome], target: Target) -> Tab
     wanted += [f"{target.answer_s:g} s an answer"] if target.answer_s is not None else []
     table = Table(title=f"simulated: the most edges within {' and '.join(wanted)} at p95")
     table.add_column("", no_wrap=True)
-    for column in ("replicas", "edges", "tok/s", "ms/token", "s/answer", "busy", "sent back"):
+    for column in ("replicas", "edges", "tok/s", "ms/token", "s/answer", "busy"):
         table.add_column(column, justify="right")
     for (label, replicas), outcome in found.items():
         felt = [f"{outcome.token_p95_ms:.0f}", f"{outcome.answer_p95_s:.1f}"] if outcome.edges else ["", ""]
@@ -130,7 +130,6 @@ def capacity_table(found: dict[tuple[str, int], Outcome], target: Target) -> Tab
             f"{outcome.tokens_per_second:,.0f}",
             *felt,
             f"{outcome.busy:.0%}",
-            f"{outcome.handed_back_share:.1%}",
         )
     return table
 
