@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import edge_agent.engine
@@ -143,10 +142,12 @@ async def measure(preset: Preset, scenarios: Sequence[Scenario], num_tokens: int
     pairs: dict[str, Pair] = defaultdict(Pair)
     try:
         await answer(engine, scenarios[0], 8, Speculation.OFF)
-        for number, scenario in enumerate(track(scenarios, console=Console(stderr=True))):
+        for number, scenario in enumerate(scenarios):
             order = [Speculation.OFF, Speculation.AUTO][:: 1 if number % 2 else -1]
             spent = {way: await answer(engine, scenario, num_tokens, way) for way in order}
-            pairs[scenario.category].add(spent[Speculation.OFF], spent[Speculation.AUTO])
+            pair = pairs[scenario.category]
+            pair.add(spent[Speculation.OFF], spent[Speculation.AUTO])
+            print(f"{number + 1}/{len(scenarios)} {scenario.category}: {pair.speedup:.3f}", file=sys.stderr, flush=True)
     finally:
         await engine.close()
     return pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -33,63 +33,113 @@ REQUEST = GenerationRequest(prompt=(1,), max_tokens=64)
 SERVER = PRESETS[Preset.SERVER]
 
 
+Kind = Drafts | Callable[[int], Drafts]
+
+
 class Bench:
     """A policy over one machine's costs, in simulated time."""
 
-    def __init__(self, machine: str = "small", seed: int = 0, **options: object) -> None:
+    def __init__(
+        self, machine: str = "small", seed: int = 0, *, free: Sequence[str] = ("ngram",), costly: Sequence[Drafts] = ()
+    ) -> None:
+        """free: look-ups. costly: drafters whose costs were calibrated."""
         self.costs = curve(machine)
         self.now = 0.0
         self.rng = random.Random(seed)
-        draft_costs = {"model": 0.029} if "model" in options.get("drafters", ()) else None  # type: ignore[operator]
         self.engine = PolicyEngine(
-            CostModel(self.costs, draft_costs),
+            CostModel(self.costs, {drafts.name: drafts.cost_s for drafts in costly}),
             SERVER,
+            drafters=(*free, *(drafts.name for drafts in costly)),
+            catch_up_s={drafts.name: drafts.catch_up_s for drafts in costly},
             clock=lambda: self.now,
-            **{"drafters": ("ngram",), **options},  # type: ignore[arg-type]
         )
 
-    def play(self, drafts: Drafts | Callable[[int], Drafts], request: GenerationRequest = REQUEST) -> Result:
+    def play(self, *kinds: Kind, request: GenerationRequest = REQUEST) -> Result:
         """One request."""
-        kind = drafts if callable(drafts) else lambda tokens: drafts
-        return play(self.engine.open(request), request, self.costs, kind, self.rng, 0.05, self.pass_time)
+        drafts = [_constant(kind) if isinstance(kind, Drafts) else kind for kind in kinds]
+        return play(self.engine.open(request), request, self.costs, drafts, self.rng, 0.05, self.pass_time)
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
 
-    def ratio(self, drafts: Drafts, requests: int) -> float:
-        """Direct time over time with the policy."""
-        results = [self.play(drafts) for _ in range(requests)]
+    def ratio(self, *kinds: Drafts, requests: int, request: GenerationRequest = REQUEST) -> float:
+        """Direct time over time with the policy; without the prompt's."""
+        results = [self.play(*kinds, request=request) for _ in range(requests)]
         return sum(r.tokens for r in results) * self.costs[0] / sum(r.seconds for r in results)
+
+
+def _constant(drafts: Drafts) -> Callable[[int], Drafts]:
+    return lambda tokens: drafts
+
+
+MODEL = Drafts(1.0, 0.95, "model", 0.95, 0.029)
+"""A third of a direct token's time on the laptop's curve."""
+
+HEAD = Drafts(1.0, 1.0, "head", None, 0.008, 0.0004)
+"""A cheap drafter that knows when it is right; so many tokens in 10 are."""
 
 
 @pytest.mark.parametrize("machine", CURVES)
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.8])
 def test_never_slower(machine: str, rate: float) -> None:
     """A category of the benchmark is some requests of 64 tokens; here the very first are among them."""
-    assert Bench(machine).ratio(Drafts(0.6, rate), 12) > 0.97
+    assert Bench(machine).ratio(Drafts(0.6, rate), requests=12) > 0.97
 
 
 @pytest.mark.parametrize("machine", CURVES)
 def test_drafts_that_boast_and_are_useless_cost_little(machine: str) -> None:
-    assert Bench(machine).ratio(Drafts(1.0, 0.0, confidence=0.77), 12) > 0.97
+    assert Bench(machine).ratio(Drafts(1.0, 0.0, confidence=0.77), requests=12) > 0.97
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.95])
 def test_a_costly_drafter_is_never_slower_either(rate: float) -> None:
-    bench = Bench("laptop", drafters=("model",))
-    assert bench.ratio(Drafts(1.0, rate, "model", max(rate, 0.3), 0.029), 20) > 0.97
+    drafts = replace(MODEL, rate=rate, confidence=max(rate, 0.3))
+    assert Bench("laptop", costly=[drafts]).ratio(drafts, requests=20) > 0.97
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("prompt_length", [20, 300])
+def test_several_drafters_that_are_all_useless_cost_little(prompt_length: int, seed: int) -> None:
+    """A category of the benchmark, five answers, by a policy that knows nothing yet."""
+    useless = [
+        Drafts(0.8, 0.0),
+        replace(HEAD, rate=0.0),
+        Drafts(1.0, 0.0, "model", 0.9, 0.04, 0.0036),
+    ]
+    request = replace(REQUEST, prompt=(1,) * prompt_length)
+    assert Bench("laptop", seed, costly=useless[1:]).ratio(*useless, requests=5, request=request) > 0.97
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_drafter_that_pays_is_found_among_those_that_do_not(seed: int) -> None:
+    kinds = [Drafts(0.5, 0.1), HEAD, Drafts(1.0, 0.3, "model", 0.9, 0.04, 0.0036)]
+    request = replace(REQUEST, prompt=(1,) * 100)
+    bench = Bench("laptop", seed, costly=kinds[1:])
+    first = bench.play(*kinds, request=request)
+    assert first.drafters["head"] > first.drafters["model"]
+    assert bench.ratio(*kinds, requests=10, request=request) > 1.25
+
+
+def test_a_sure_lookup_is_taken_before_a_drafter_that_costs() -> None:
+    kinds = [Drafts(0.5, 0.97, confidence=0.95), HEAD]
+    bench = Bench("laptop", costly=kinds[1:])
+    for _ in range(5):
+        bench.play(*kinds)
+    result = bench.play(*kinds, request=replace(REQUEST, max_tokens=500))
+    assert result.drafters["ngram"] > 20
+    assert result.drafters["head"] > 20
 
 
 def test_good_drafts_pay() -> None:
-    assert Bench("small").ratio(Drafts(0.6, 0.9), 20) > 1.3
-    assert Bench("laptop", drafters=("model",)).ratio(Drafts(1.0, 0.95, "model", 0.95, 0.029), 20) > 1.1
+    assert Bench("small").ratio(Drafts(0.6, 0.9), requests=20) > 1.3
+    assert Bench("laptop", costly=[MODEL]).ratio(MODEL, requests=20) > 1.1
 
 
 def test_speculation_goes_off_and_comes_back_when_the_work_improves() -> None:
     """Useless for 300 tokens, then good: off with a reason, probed with a reason, and on again."""
     bench = Bench("small")
     request = replace(REQUEST, max_tokens=1200)
-    result = bench.play(lambda tokens: Drafts(1.0, 0.0 if tokens < 300 else 0.95), request)
+    result = bench.play(lambda tokens: Drafts(1.0, 0.0 if tokens < 300 else 0.95), request=request)
     reasons = [decision.reason for decision in result.decisions]
     assert Reason.ACCEPTANCE_LOW in reasons
     assert Reason.PROBE in reasons
@@ -100,10 +150,9 @@ def test_speculation_goes_off_and_comes_back_when_the_work_improves() -> None:
 
 
 def test_off_is_not_permanent_for_a_costly_drafter() -> None:
-    bench = Bench("laptop", drafters=("model",))
     request = replace(REQUEST, max_tokens=3000)
-    kind = lambda tokens: Drafts(1.0, 0.0 if tokens < 300 else 0.97, "model", 0.9, 0.029)  # noqa: E731
-    result = bench.play(kind, request)
+    kind = lambda tokens: replace(MODEL, rate=0.0 if tokens < 300 else 0.97)  # noqa: E731
+    result = Bench("laptop", free=(), costly=[MODEL]).play(kind, request=request)
     reasons = [decision.reason for decision in result.decisions]
     assert Reason.ACCEPTANCE_LOW in reasons
     assert Reason.PROBE in reasons
@@ -189,7 +238,7 @@ def test_drafts_for_the_cloud_are_not_trimmed() -> None:
 
 def test_speculation_on_always_drafts() -> None:
     request = replace(REQUEST, speculation=Speculation.ON)
-    result = Bench("small").play(Drafts(1.0, 0.0), request)
+    result = Bench("small").play(Drafts(1.0, 0.0), request=request)
     assert min(result.verified[:-1]) >= 1
 
 
@@ -218,7 +267,7 @@ def test_energy_of_a_request_is_named_and_adds_up() -> None:
 
 def test_snapshot_shows_the_decisions() -> None:
     bench = Bench("small")
-    bench.play(Drafts(0.5, 0.7), replace(REQUEST, request_id="r1"))
+    bench.play(Drafts(0.5, 0.7), request=replace(REQUEST, request_id="r1"))
     shown = bench.engine.snapshot()
     assert shown["mode"] in {mode.value for mode in Mode}
     assert shown["decisions"][0]["request_id"] == "r1"

@@ -135,7 +135,7 @@ def test_E5_off_then_probed_then_on_again() -> None:
         engine.open(request),
         request,
         costs,
-        lambda tokens: Drafts(1.0, 0.0 if tokens < 300 else 0.95),
+        [lambda tokens: Drafts(1.0, 0.0 if tokens < 300 else 0.95)],
         random.Random(0),
         0.05,
         advance,
