@@ -187,3 +187,17 @@ def test_llama_cpp_agrees_on_the_most_likely_token(tmp_path: Path, shape: Decode
         assert row[best["id"]] > row.max() - 0.1
         compared += 1
     assert compared > 10
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_trimmed_vocabulary_is_the_first_ids_of_the_whole(tmp_path: Path, tied: bool, ids: list[int]) -> None:
+    shape = DecoderShape("qwen2", tied=tied)
+    write_random_decoder(tmp_path / "random.gguf", shape)
+    rows = []
+    for num_ids in (None, 100):
+        scheme = Scheme("trimmed", 0, dict.fromkeys(TensorClass, Precision(4, 32, False)), num_ids=num_ids)
+        directory = tmp_path / str(num_ids)
+        build_model(tmp_path / "random.gguf", directory, role=scheme, progress=lambda _what, _done: None)
+        rows.append(Runner(directory).one(ids, 0))
+    assert rows[1].shape[1] == 100
+    assert np.allclose(rows[0][:, :100], rows[1], atol=1e-5)

@@ -7,6 +7,7 @@ to the same memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -45,11 +46,13 @@ class ExternalData:
         return self._reference(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape, offset, array.nbytes)
 
     def alias(self, name: str, tensor: TensorProto, shape: tuple[int, ...]) -> TensorProto:
-        """A second initializer over the bytes of `tensor`, in another shape."""
+        """A second initializer over the first values of `tensor`, in another shape."""
+        count = math.prod(shape)
         if tensor.data_location != TensorProto.EXTERNAL:
-            return numpy_helper.from_array(numpy_helper.to_array(tensor).reshape(shape), name)
+            return numpy_helper.from_array(numpy_helper.to_array(tensor).reshape(-1)[:count].reshape(shape), name)
         entries = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"}
-        return self._reference(name, tensor.data_type, shape, entries["offset"], entries["length"])
+        length = count * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        return self._reference(name, tensor.data_type, shape, entries["offset"], length)
 
     def close(self) -> None:
         self._file.close()
@@ -257,10 +260,7 @@ class GraphBlocks:
     ) -> str:
         """source [B, S, columns] times the matrix's transpose, plus the bias. `stored`: initializers exist already."""
         if not stored:
-            self._constant(f"{name}.codes", matrix.codes)
-            self._constant(f"{name}.scales", matrix.scales)
-            if matrix.zero_points is not None:
-                self._constant(f"{name}.zeros", matrix.zero_points)
+            self._matrix(name, matrix)
         inputs = [source, f"{name}.codes", f"{name}.scales", "" if matrix.zero_points is None else f"{name}.zeros"]
         if bias is not None:
             self._constant(f"{name}.bias", bias)
@@ -285,6 +285,10 @@ class GraphBlocks:
     def _node(self, kind: str, inputs: list[str], output: str, domain: str = "", **attributes: Any) -> str:
         self._nodes.append(helper.make_node(kind, inputs, [output], name=output, domain=domain, **attributes))
         return output
+
+    def _matrix(self, name: str, matrix: QuantisedMatrix) -> None:
+        for part, array in matrix.arrays().items():
+            self._constant(f"{name}.{part}", array)
 
     def _constant(self, name: str, array: npt.NDArray[np.generic]) -> None:
         self._initializers.append(self._data.add(name, array))

@@ -28,6 +28,7 @@ from shared.models.directory import (
 )
 from shared.models.gguf_source import FloatArray, GgufSource, RawTensor
 from shared.models.graph import DecoderGraph
+from shared.models.importance import Importance
 from shared.models.quantise import Precision, QuantisedMatrix, carries_over, carry_over, quantise, stack
 from shared.models.scheme import Scheme, TensorClass, scheme_named
 from shared.models.whole_directory import whole_directory
@@ -53,18 +54,19 @@ def build_model(
     role: str | Scheme = "target",
     progress: Progress,
     context_length: int | None = None,
+    importance: Importance | None = None,
 ) -> Manifest:
     """Build `directory` from the GGUF; `role` is `target`, `draft`, the name of a scheme or a scheme.
 
     The directory appears, or is replaced, only when it is complete (`whole_directory`).
     `progress` gets what is being done and the fraction done, 0 to 1. `context_length` bounds the sequence (default: the
-    model's own, at most 8,192).
+    model's own, at most 8,192). `importance` weighs rounding errors (default: what was measured for this file).
 
     Raises ModelFileError and UnsupportedModelError as GgufSource does, ConfigError for an unknown scheme.
     """
     scheme = role if isinstance(role, Scheme) else default_scheme(role)
     with whole_directory(directory) as working:
-        manifest = _build_into(working, gguf_path, scheme, progress, context_length)
+        manifest = _build_into(working, gguf_path, scheme, progress, context_length, importance)
     progress("done", 1.0)
     return manifest
 
@@ -75,17 +77,18 @@ class _Quantiser:
 
     source: GgufSource
     scheme: Scheme
+    importance: Importance
     chosen: dict[TensorClass, Counter[Precision]] = field(default_factory=dict)
 
-    def matrix(self, names: list[str], kind: TensorClass, layer: int = 0) -> QuantisedMatrix:
-        """The named tensors above each other as one matrix."""
-        raws = [self.source.raw(name) for name in names]
+    def matrix(self, raws: list[RawTensor], kind: TensorClass, layer: int = 0) -> QuantisedMatrix:
+        """The tensors above each other as one matrix."""
         wanted = self.scheme.precision(kind, layer, self.source.architecture.num_layers)
         precision = _exact_precision(raws, wanted) or wanted.fitted(raws[0].columns)
         self.chosen.setdefault(kind, Counter())[precision] += 1
         chunks = [chunk for raw in raws for chunk in raw.chunks(CHUNK_ELEMENTS)]
+        weights = self.importance.weights(kind, layer)
         with ThreadPoolExecutor(usable_cpus()) as pool:
-            return stack(list(pool.map(lambda chunk: _quantise_chunk(chunk, precision), chunks)))
+            return stack(list(pool.map(lambda chunk: _quantise_chunk(chunk, precision, weights), chunks)))
 
     def records(self) -> dict[str, list[PrecisionRecord]]:
         return {
@@ -100,21 +103,28 @@ def _exact_precision(raws: list[RawTensor], wanted: Precision) -> Precision | No
     return exact if all(carries_over(raw.kind, exact) for raw in raws) else None
 
 
-def _quantise_chunk(chunk: RawTensor, precision: Precision) -> QuantisedMatrix:
+def _quantise_chunk(chunk: RawTensor, precision: Precision, importance: FloatArray | None) -> QuantisedMatrix:
     if carries_over(chunk.kind, precision):
         return carry_over(chunk)
-    return quantise(chunk.to_float(), precision)
+    return quantise(chunk.to_float(), precision, importance)
 
 
 def _build_into(
-    working: Path, gguf_path: Path, scheme: Scheme, progress: Progress, context_length: int | None
+    working: Path,
+    gguf_path: Path,
+    scheme: Scheme,
+    progress: Progress,
+    context_length: int | None,
+    importance: Importance | None,
 ) -> Manifest:
     progress("reading", 0.0)
     source = GgufSource(gguf_path)
+    sha256 = source.sha256()
     scheme = scheme.for_size(source.num_parameters)
     context = min(context_length or DEFAULT_CONTEXT, source.architecture.context_length)
     fingerprint = _write_tokenizer(gguf_path, working)
-    quantiser = _Quantiser(source, scheme)
+    known = importance or Importance.of_source(sha256)
+    quantiser = _Quantiser(source, scheme, known if scheme.weighted else Importance({}))
     onnx.save_model(_graph(working, quantiser, context, progress), working / MODEL_FILE)
     config = genai_config(source.architecture, context, *_special_ids(source, working))
     (working / CONFIG_FILE).write_text(json.dumps(config, indent=2))
@@ -123,7 +133,7 @@ def _build_into(
         builder_version=BUILDER_VERSION,
         source_name=source.name,
         source_file=gguf_path.name,
-        source_sha256=source.sha256(),
+        source_sha256=sha256,
         source_bytes=gguf_path.stat().st_size,
         scheme=scheme.name,
         accuracy_level=scheme.accuracy_level,
@@ -160,12 +170,13 @@ def _graph(working: Path, quantiser: _Quantiser, context: int, progress: Progres
         graph.add_lengths()
         graph.add_rotary(RotaryTables.of(source.rope_frequencies(), context))
         progress("quantising the vocabulary", 0.05)
-        embedding, head = _vocabulary(quantiser)
-        graph.add_vocabulary(embedding, head)
+        embedding, own = _vocabulary(quantiser)
+        head = (own or embedding).first(quantiser.scheme.num_ids or embedding.rows)
+        graph.add_vocabulary(embedding, head, tied=own is None)
         for layer in range(layers):
             progress(f"quantising layer {layer + 1} of {layers}", 0.15 + 0.82 * layer / layers)
             graph.add_layer(_layer(quantiser, layer))
-        return graph.finish(source.vector("output_norm.weight"), head or embedding)
+        return graph.finish(source.vector("output_norm.weight"), head)
     finally:
         data.close()
 
@@ -174,12 +185,12 @@ def _vocabulary(quantiser: _Quantiser) -> tuple[QuantisedMatrix, QuantisedMatrix
     """The embedding, and the vocabulary projection or None when one matrix serves as both."""
     source = quantiser.source
     kind = TensorClass.VOCABULARY
+    embedding = source.raw("token_embd.weight")
     if not source.has("output.weight"):
-        return quantiser.matrix(["token_embd.weight"], kind), None
-    head = quantiser.matrix(["output.weight"], kind)
-    if _are_copies(source.raw("output.weight"), source.raw("token_embd.weight")):
-        return head, None
-    return quantiser.matrix(["token_embd.weight"], kind), head
+        return quantiser.matrix([embedding], kind), None
+    output = source.raw("output.weight")
+    head = quantiser.matrix([output], kind)
+    return (head, None) if _are_copies(output, embedding) else (quantiser.matrix([embedding], kind), head)
 
 
 def _are_copies(one: RawTensor, other: RawTensor) -> bool:
@@ -195,22 +206,26 @@ def _are_copies(one: RawTensor, other: RawTensor) -> bool:
 def _layer(quantiser: _Quantiser, layer: int) -> LayerWeights:
     source, prefix = quantiser.source, f"blk.{layer}."
     architecture = source.architecture
+    smoothing = quantiser.importance.smoothing(layer, architecture.hidden_size)
 
-    def matrix(kind: TensorClass, *parts: str) -> QuantisedMatrix:
-        return quantiser.matrix([f"{prefix}{part}.weight" for part in parts], kind, layer)
+    def raw(part: str) -> RawTensor:
+        return source.raw(f"{prefix}{part}.weight")
+
+    def matrix(kind: TensorClass, *parts: RawTensor) -> QuantisedMatrix:
+        return quantiser.matrix(list(parts), kind, layer)
 
     def norm(part: str) -> FloatArray:
         return source.vector(f"{prefix}{part}.weight")
 
     biases = [source.vector(f"{prefix}attn_{part}.bias") for part in "qkv"] if architecture.has_qkv_bias else None
     return LayerWeights(
-        attention_norm=norm("attn_norm"),
-        qkv=matrix(TensorClass.QKV, "attn_q", "attn_k", "attn_v"),
+        attention_norm=norm("attn_norm") / smoothing,
+        qkv=matrix(TensorClass.QKV, *(raw(f"attn_{part}").scaled(smoothing) for part in "qkv")),
         qkv_bias=None if biases is None else np.concatenate(biases),
         query_norm=norm("attn_q_norm") if architecture.has_qk_norm else None,
         key_norm=norm("attn_k_norm") if architecture.has_qk_norm else None,
-        attention_output=matrix(TensorClass.ATTENTION_OUTPUT, "attn_output"),
+        attention_output=matrix(TensorClass.ATTENTION_OUTPUT, raw("attn_output")),
         ffn_norm=norm("ffn_norm"),
-        gate_up=matrix(TensorClass.GATE_UP, "ffn_gate", "ffn_up"),
-        ffn_down=matrix(TensorClass.FFN_DOWN, "ffn_down"),
+        gate_up=matrix(TensorClass.GATE_UP, raw("ffn_gate"), raw("ffn_up")),
+        ffn_down=matrix(TensorClass.FFN_DOWN, raw("ffn_down")),
     )

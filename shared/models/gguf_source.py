@@ -74,6 +74,28 @@ class RawTensor:
         for start in range(0, self.rows, step):
             yield self.row_range(start, start + step)
 
+    def scaled(self, factors: FloatArray) -> RawTensor:
+        """The tensor with each column multiplied by its factor; itself where all are one."""
+        if (factors == 1).all():
+            return self
+        return ScaledTensor(self.name, "scaled", self.rows, self.columns, self.data, self, factors)
+
+
+@dataclass(frozen=True)
+class ScaledTensor(RawTensor):
+    """A tensor whose columns are multiplied by factors when its values are asked for."""
+
+    source: RawTensor
+    factors: FloatArray
+
+    def row_range(self, start: int, stop: int) -> RawTensor:
+        """Rows start..stop, without copying."""
+        return self.source.row_range(start, stop).scaled(self.factors)
+
+    def to_float(self) -> FloatArray:
+        """Float32 values, [rows, columns]."""
+        return self.source.to_float() * self.factors
+
 
 class GgufSource:
     """One GGUF file, opened and checked: it is of a family we know and has every tensor, and none that we'd ignore.

@@ -5,8 +5,9 @@ past_key_values.N.key and .value float32 [B, kv_heads, P, head_size], where P is
 buffer when past and present are bound to the same memory. Optional: logits_from int64 [1] (default 0), the first of
 the S positions whose logits are wanted; a negative one counts from the end.
 
-Outputs: logits float32 [B, S - logits_from, vocabulary]; hidden_states float32 [B, S, hidden], after the last norm;
-present.N.key and .value like the past. An output that nobody asks for isn't copied.
+Outputs: logits float32 [B, S - logits_from, ids], of the whole vocabulary or, where the projection was trimmed, of its
+first ids; hidden_states float32 [B, S, hidden], after the last norm; present.N.key and .value like the past. An output
+that nobody asks for isn't copied.
 """
 
 from __future__ import annotations
@@ -28,28 +29,24 @@ class DecoderGraph(GraphBlocks):
         super().__init__(architecture, data, accuracy_level)
         self._a = architecture
 
-    def add_vocabulary(self, embedding: QuantisedMatrix, head: QuantisedMatrix | None) -> None:
+    def add_vocabulary(self, embedding: QuantisedMatrix, head: QuantisedMatrix, *, tied: bool) -> None:
         """The embedding's lookup, and the initializers of the vocabulary projection.
 
-        `head` None ties it to the embedding: two initializers over the same bytes of the file. Both are needed because
-        lookup and product want different shapes; only the lookup's stays mapped, and of it only the rows that are read.
+        `tied`: `head` is the first rows of the embedding. Then its initializers are others over the same bytes of the
+        file: lookup and product want different shapes. Only the lookup's stay mapped, and of them only the rows that
+        are read.
         """
+        looked_up = embedding.arrays()
+        looked_up["codes"] = embedding.codes.reshape(embedding.rows, -1)
+        for part, array in looked_up.items():
+            self._constant(f"embedding.{part}", array)
+            if tied:
+                alias = self._data.alias(f"lm_head.{part}", self._initializers[-1], head.arrays()[part].shape)
+                self._initializers.append(alias)
+        if not tied:
+            self._matrix("lm_head", head)
+        inputs = ["embedding.codes", "input_ids", *(f"embedding.{part}" for part in looked_up if part != "codes")]
         p = embedding.precision
-        codes = self._data.add("lm_head.codes", (head or embedding).codes)
-        scales = self._data.add("lm_head.scales", (head or embedding).scales)
-        zeros = (head or embedding).zero_points
-        self._initializers += [codes, scales] + ([] if zeros is None else [self._data.add("lm_head.zeros", zeros)])
-        packed_columns = embedding.codes.shape[1] * embedding.codes.shape[2]
-        if head is None:
-            self._initializers.append(self._data.alias("embedding.codes", codes, (embedding.rows, packed_columns)))
-            self._initializers.append(self._data.alias("embedding.scales", scales, embedding.scales.shape))
-        else:
-            self._constant("embedding.codes", embedding.codes.reshape(embedding.rows, packed_columns))
-            self._constant("embedding.scales", embedding.scales)
-        inputs = ["embedding.codes", "input_ids", "embedding.scales"]
-        if embedding.zero_points is not None:
-            self._constant("embedding.zeros", embedding.zero_points)
-            inputs.append("embedding.zeros")
         attributes = {"gather_axis": 0, "quantize_axis": 1, "bits": p.bits, "block_size": p.block}
         self._residual = self._node("GatherBlockQuantized", inputs, "embedding", MICROSOFT, **attributes)
 
@@ -59,6 +56,6 @@ class DecoderGraph(GraphBlocks):
         self._project(hidden, head, stored=True)
         value: Callable[..., onnx.ValueInfoProto] = helper.make_tensor_value_info
         ids = value("input_ids", TensorProto.INT64, ["batch_size", "sequence_length"])
-        logits = value("logits", TensorProto.FLOAT, ["batch_size", "logits_length", self._a.vocab_size])
+        logits = value("logits", TensorProto.FLOAT, ["batch_size", "logits_length", head.rows])
         states = value("hidden_states", TensorProto.FLOAT, ["batch_size", "sequence_length", self._a.hidden_size])
         return self._model("decoder", [ids], [logits, states])

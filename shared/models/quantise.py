@@ -60,6 +60,16 @@ class QuantisedMatrix:
     def rows(self) -> int:
         return len(self.codes)
 
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        """What MatMulNBits takes of it: codes, scales and, where there are any, zeros."""
+        zeros = {} if self.zero_points is None else {"zeros": self.zero_points}
+        return {"codes": self.codes, "scales": self.scales, **zeros}
+
+    def first(self, rows: int) -> QuantisedMatrix:
+        """Its first rows; all where it has no more."""
+        zeros = None if self.zero_points is None else self.zero_points[:rows]
+        return QuantisedMatrix(self.precision, self.columns, self.codes[:rows], self.scales[:rows], zeros)
+
 
 def stack(parts: list[QuantisedMatrix]) -> QuantisedMatrix:
     """Matrices of one precision and width above each other."""

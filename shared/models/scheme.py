@@ -31,6 +31,8 @@ class Scheme:
     accuracy_level: int
     precisions: Mapping[TensorClass, Precision]
     sensitive: Mapping[TensorClass, Precision] = field(default_factory=dict)
+    num_ids: int | None = None  # that the vocabulary's projection keeps: the first ones; None for all
+    weighted: bool = True  # by what is known of the importance of each input
     for_smaller: tuple[tuple[int, Scheme], ...] = ()  # (parameters, what a model of fewer gets instead), rising
 
     def for_size(self, num_parameters: int) -> Scheme:
@@ -60,7 +62,8 @@ def schemes() -> dict[str, Scheme]:
     eight, four = Precision(8, 128, True), Precision(4, 64, False)
     mixed_eight = dict.fromkeys(TensorClass, eight) | {TensorClass.GATE_UP: four}
     mixed = dict.fromkeys(TensorClass, four) | {TensorClass.VOCABULARY: eight}
-    q8_mixed = Scheme("q8-mixed", 4, mixed_eight)
+    # Not weighted, so that it stays what draft heads were trained on.
+    q8_mixed = Scheme("q8-mixed", 4, mixed_eight, weighted=False)
     down_and_qkv = {TensorClass.FFN_DOWN: eight, TensorClass.QKV: eight}
     q8 = _uniform("q8", eight, eight)
     smaller = ((300_000_000, q8), (1_000_000_000, q8_mixed))
@@ -70,7 +73,7 @@ def schemes() -> dict[str, Scheme]:
         _uniform("q4-32", Precision(4, 32, False), eight),
         _uniform("q4-128", Precision(4, 128, False), eight),
         q8_mixed,
-        Scheme("q8-half", 4, mixed_eight, {TensorClass.GATE_UP: eight}),
+        Scheme("q8-half", 4, mixed_eight, {TensorClass.GATE_UP: eight}, weighted=False),
         Scheme("q4-mixed", 4, mixed, down_and_qkv),
         Scheme("mixed", 4, mixed, down_and_qkv, for_smaller=smaller),
     )
