@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from shared.acceptance import common_prefix_length
-from shared.causal_lm import CausalLM
 
-LM = TypeVar("LM", bound=CausalLM)
+
+class Cache(Protocol):
+    """What a model keeps of one sequence."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens it holds."""
+
+    def truncate(self, length: int) -> None:
+        """Forget every token after the first `length`."""
+
+
+LM = TypeVar("LM", bound=Cache)
 
 
 class SlotPool(Generic[LM]):

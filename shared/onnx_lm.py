@@ -14,16 +14,18 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from shared.causal_lm import Logits
 from shared.cpus import usable_cpus
-from shared.errors import ContextLengthError, EngineError, ModelFileError, UnsupportedModelError
+from shared.draft_head import Features
+from shared.errors import ContextLengthError, ModelFileError, UnsupportedModelError
+from shared.onnx_session import bind_array, load_session, run_bound
 
 LOGITS_FROM = "logits_from"
 """Our graphs' optional input: the first position whose logits are computed."""
 
-SPIN_US = 50
+HIDDEN_STATES = "hidden_states"
+"""Our graphs' output after the last norm."""
 
 _NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
@@ -83,22 +85,6 @@ class DecoderConfig:
             raise UnsupportedModelError(f"{path} describes no decoder that can be run: {error!r} is missing") from error
 
 
-def session_options(num_threads: int) -> ort.SessionOptions:
-    """Options for a decoder that shares its cores with other sessions and may stay idle for hours."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
-    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    options.log_severity_level = 3
-    # A thread that sleeps between two matrices has to be woken 170 times a token: 7 % of it. One that spins on, as is
-    # ONNX Runtime's default, fights with the other session's. So threads spin for the time between two matrices only.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1")
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
-    # Weights stay outside the arena, whose doubling growth would hold up to twice their size.
-    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-    return options
-
-
 class OnnxModel:
     """A decoder's weights, loaded once and shared by every sequence."""
 
@@ -113,7 +99,7 @@ class OnnxModel:
         self.config = DecoderConfig.from_directory(directory)
         self.context_length = min(context_length, self.config.context_length)
         self.num_threads = num_threads or usable_cpus()
-        self._session = _load(self.config.model_path, self.num_threads)
+        self._session = load_session(self.config.model_path, self.num_threads)
         inputs = {value.name: value for value in self._session.get_inputs()}
         first_key = self.config.past_key % 0
         if first_key not in inputs or self.config.input_ids not in inputs:
@@ -144,6 +130,20 @@ class OnnxModel:
         """A new, empty sequence. Its memory is touched only as it fills."""
         return OnnxCausalLM(self)
 
+    def new_cache_with_hidden_states(self) -> OnnxHiddenStateLM:
+        """A sequence that keeps its hidden states as well, for a draft head.
+
+        Raises:
+            UnsupportedModelError: the graph doesn't give them.
+        """
+        return OnnxHiddenStateLM(self)
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Numbers in a hidden state; None where the graph doesn't give them."""
+        found = [value.shape[-1] for value in self._session.get_outputs() if value.name == HIDDEN_STATES]
+        return int(found[0]) if found else None
+
     def binding(self) -> Any:
         """A fresh IOBinding for this model."""
         return self._session.io_binding()
@@ -154,10 +154,7 @@ class OnnxModel:
         Raises:
             EngineError: ONNX Runtime failed.
         """
-        try:
-            self._session.run_with_iobinding(binding)
-        except Exception as error:  # ONNX Runtime raises bare RuntimeErrors and classes of its own.
-            raise EngineError(f"inference failed in {self.config.model_path.parent.name}: {error}") from error
+        run_bound(self._session, binding, self.directory.name)
 
 
 class OnnxCausalLM:
@@ -225,26 +222,37 @@ class OnnxCausalLM:
         """Bind a pass over `tokens`; returns the logits buffer [rows, V] that it will fill."""
         model, config, new = self._model, self._model.config, len(tokens)
         rows = num_logits if model.has_logits_from else new
-        self._bind_array(config.input_ids, np.array([tokens], np.int64))
-        self._bind_array(config.attention_mask, self._mask[:, : past + new])
+        bind_array(self._binding, config.input_ids, np.array([tokens], np.int64))
+        bind_array(self._binding, config.attention_mask, self._mask[:, : past + new])
         if model.has_position_ids:
-            self._bind_array(config.position_ids, np.arange(past, past + new, dtype=np.int64)[np.newaxis])
+            positions = np.arange(past, past + new, dtype=np.int64)[np.newaxis]
+            bind_array(self._binding, config.position_ids, positions)
         if model.has_logits_from:
-            self._bind_array(LOGITS_FROM, np.array([new - rows], np.int64))
+            bind_array(self._binding, LOGITS_FROM, np.array([new - rows], np.int64))
         if len(self._logits) < rows:
             self._logits = np.empty((rows, model.vocab_size), model.logits_type)
         logits = self._logits[:rows]
         self._binding.bind_ortvalue_output(config.logits, ort.OrtValue.ortvalue_from_numpy(logits[np.newaxis]))
         return logits
 
-    def _bind_array(self, name: str, array: NDArray[Any]) -> None:
-        self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
 
+class OnnxHiddenStateLM(OnnxCausalLM):
+    """A sequence that keeps the hidden states of its tokens. They are an output of the pass that runs anyway, written
+    where they stay."""
 
-def _load(path: Path, num_threads: int) -> ort.InferenceSession:
-    if not path.is_file():
-        raise ModelFileError(f"{path} is missing")
-    try:
-        return ort.InferenceSession(str(path), session_options(num_threads), providers=["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime raises classes of its own that share no base.
-        raise ModelFileError(f"ONNX Runtime can't load {path}: {error}") from error
+    def __init__(self, model: OnnxModel) -> None:
+        super().__init__(model)
+        if model.hidden_size is None:
+            raise UnsupportedModelError(f"{model.config.model_path} gives no {HIDDEN_STATES!r}, which a head reads")
+        self._hidden = np.zeros((model.context_length, model.hidden_size), np.float32)
+
+    def hidden_states(self, start: int, stop: int) -> Features:
+        """See `HiddenStates.hidden_states`."""
+        if not 0 <= start <= stop <= len(self._tokens):
+            raise ValueError(f"tokens {start}..{stop} are not within the {len(self._tokens)} of the cache")
+        return self._hidden[start:stop]
+
+    def _bind(self, tokens: Sequence[int], past: int, num_logits: int) -> Logits:
+        rows = self._hidden[np.newaxis, past : past + len(tokens)]
+        self._binding.bind_ortvalue_output(HIDDEN_STATES, ort.OrtValue.ortvalue_from_numpy(rows))
+        return super()._bind(tokens, past, num_logits)

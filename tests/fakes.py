@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from shared.causal_lm import Logits
+from shared.draft_head import HeadOutput
 from shared.errors import ContextLengthError
 
 
@@ -63,7 +64,42 @@ class TableLM:
         rows = [self.logits_after(self.tokens[: end - num_logits + i + 1]) for i in range(num_logits)]
         return np.array(rows) if rows else np.empty((0, self.vocab_size))
 
+    def hidden_states(self, start: int, stop: int) -> np.ndarray:
+        """One number a token: the token itself, so that a head can tell whose state it was given."""
+        if not 0 <= start <= stop <= len(self.tokens):
+            raise ValueError(f"{start}..{stop} is not within {len(self.tokens)}")
+        return np.array(self.tokens[start:stop], float)[:, np.newaxis]
+
     def truncate(self, length: int) -> None:
         if not 0 <= length <= len(self.tokens):
             raise ValueError(f"length must be in 0..{len(self.tokens)}, got {length}")
+        del self.tokens[length:]
+
+
+class TableHead:
+    """A draft head that would say what `lm` says, of the ids it knows, and insists on the features that belong there.
+
+    known: all ids by default.
+    """
+
+    def __init__(self, lm: TableLM, known: Iterable[int] | None = None) -> None:
+        self.context_length = lm.context_length
+        self.tokens: list[int] = []
+        self.fed: list[int] = []
+        """How many tokens each call took in."""
+        self._lm = lm
+        self._unknown = sorted(set(range(lm.vocab_size)) - set(range(lm.vocab_size) if known is None else known))
+
+    def forward(self, tokens: Sequence[int], features: np.ndarray) -> HeadOutput:
+        before = [*self.tokens[-1:], *tokens[:-1]]
+        assert features[:, 0].tolist() == before, "a token is taken in with the feature of the one before it"
+        assert len(self.tokens) + len(tokens) <= self.context_length
+        self.fed.append(len(tokens))
+        self.tokens.extend(tokens)
+        row = self._lm.logits_after(self.tokens).copy()
+        row[self._unknown] = -1e4
+        return HeadOutput(row, np.array([[float(tokens[-1])]]))
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= len(self.tokens)
         del self.tokens[length:]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from edge_agent.controller import FixedController, RoundState
 from edge_agent.decision import Decision, Mode, Reason
 from edge_agent.drafters import ChainDrafter, Drafter, ModelDrafter, NgramDrafter, NullDrafter, PredictionDrafter
+from edge_agent.drafters.head import HeadDrafter
 from edge_agent.request import GenerationRequest
 from edge_agent.round import FinishReason, Round
 from edge_agent.session import Session
@@ -18,7 +19,7 @@ from edge_agent.verifier import LocalVerifier
 from shared.inference_thread import InferenceThread
 from shared.sampling import AcceptanceRule, Sampler, SamplingParams
 from tests.cases.places import ScriptDrafter
-from tests.fakes import TableLM
+from tests.fakes import TableHead, TableLM
 from tests.fuzzing import examples
 
 VOCAB = 12
@@ -55,6 +56,12 @@ DRAFTERS: dict[str, NewDrafter] = {
         TableLM(VOCAB, 7, tied_to=lm, blend=0.4, context_length=CONTEXT), thread
     ),
     "short": lambda lm, thread, request: ModelDrafter(TableLM(VOCAB, lm.seed, context_length=20), thread),
+    "head": lambda lm, thread, request: HeadDrafter(
+        TableHead(TableLM(VOCAB, 7, tied_to=lm, blend=0.4, context_length=CONTEXT), range(VOCAB - 2)), lm, thread
+    ),
+    "short head": lambda lm, thread, request: HeadDrafter(
+        TableHead(TableLM(VOCAB, lm.seed, context_length=20)), lm, thread
+    ),
     "wild": lambda lm, thread, request: ScriptDrafter(
         lambda tokens, gamma: [(tokens[-1] * 7 + i) % VOCAB for i in range(gamma + 3)]
     ),

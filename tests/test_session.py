@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from edge_agent.controller import FixedController, RoundState
 from edge_agent.decision import Decision, Mode, Reason
 from edge_agent.drafters import ChainDrafter, Drafter, ModelDrafter, NgramDrafter, NullDrafter, PredictionDrafter
+from edge_agent.drafters.head import HeadDrafter
 from edge_agent.request import GenerationRequest, Speculation
 from edge_agent.round import FinishReason, Origin, Round
 from edge_agent.session import Session
@@ -20,7 +21,7 @@ from edge_agent.verifier import LocalVerifier
 from shared.acceptance import Draft
 from shared.inference_thread import InferenceThread
 from shared.sampling import AcceptanceRule, Sampler, SamplingParams
-from tests.fakes import TableLM
+from tests.fakes import TableHead, TableLM
 
 PROMPT = (1, 2, 3, 1, 2)
 DrafterMaker = Callable[[TableLM, InferenceThread], Drafter]
@@ -51,6 +52,11 @@ DRAFTERS: dict[str, DrafterMaker] = {
     "stranger": lambda target, thread: ModelDrafter(TableLM(16, 77), thread),
     "wrong": lambda target, thread: ScriptDrafter(lambda tokens, gamma: [0] * gamma),
     "chain": lambda target, thread: ChainDrafter([NgramDrafter(), ModelDrafter(TableLM(16, 77), thread)]),
+    "head": lambda target, thread: HeadDrafter(TableHead(TableLM(16, 99, tied_to=target, blend=0.3)), target, thread),
+    "trimmed head": lambda target, thread: HeadDrafter(TableHead(target, range(0, 16, 2)), target, thread),
+    "chain with a head": lambda target, thread: ChainDrafter(
+        [NgramDrafter(), HeadDrafter(TableHead(target), target, thread)]
+    ),
 }
 
 
@@ -190,7 +196,7 @@ def test_a_stop_beyond_the_limit_is_a_limit() -> None:
 
 
 @pytest.mark.parametrize("context", range(len(PROMPT) + 1, len(PROMPT) + 12))
-@pytest.mark.parametrize("drafter", ["itself", "ngram", "wrong"])
+@pytest.mark.parametrize("drafter", ["itself", "ngram", "wrong", "chain with a head"])
 def test_the_end_of_the_context_ends_the_answer(context: int, drafter: str) -> None:
     target = TableLM(16, seed=5, context_length=context)
     request = GenerationRequest(PROMPT, 60, SamplingParams(seed=2))
@@ -306,17 +312,19 @@ def test_cancelling_stops_the_work_within_a_round() -> None:
                 4096,
             )
 
+            begun = asyncio.Event()
+
             async def consume() -> None:
                 async for _ in session.run():
-                    pass
+                    begun.set()
 
             task = asyncio.create_task(consume())
-            await asyncio.sleep(0.05)
+            await begun.wait()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             calls = target.num_forward_calls
             await asyncio.sleep(0.05)
             assert target.num_forward_calls == calls
-            assert 0 < calls < 4000
+            assert calls < 4000
 
     asyncio.run(cancelled())

@@ -37,7 +37,8 @@ class HeadDrafter:
         What was committed without the head is taken in first, together with the last round's tokens.
         """
         gamma = min(gamma, self._head.context_length - len(tokens))
-        if gamma <= 0 or len(tokens) < 2 or len(self._target.tokens) < len(tokens) - 1:
+        known = common_prefix_length(self._target.tokens, tokens)
+        if gamma <= 0 or len(tokens) < 2 or known < len(tokens) - 1:
             return Draft(drafter=self.name)
         self._head.truncate(min(common_prefix_length(self._head.tokens, tokens), len(tokens) - 1))
         while len(tokens) - len(self._head.tokens) > CATCH_UP_CHUNK:
