@@ -15,6 +15,7 @@ from shared.sampling import (
     Noise,
     Sampler,
     SamplingParams,
+    _nucleus,
     draw,
     filtered_softmax,
     likelihood,
@@ -51,6 +52,18 @@ def test_filters_leave_the_right_probabilities(params: dict[str, float], expecte
 
 def test_a_tie_at_the_edge_of_top_k_is_cut_by_id() -> None:
     assert probs(SamplingParams(top_k=2), np.zeros(4)) == [0.5, 0.5, 0, 0]
+
+
+@pytest.mark.parametrize("size", [3, 255, 256, 257, 9000])
+@pytest.mark.parametrize("levels", [1, 5, 100_000])
+def test_a_nucleus_is_that_of_all_ids_sorted(size: int, levels: int) -> None:
+    """Whether a few ids hold it or most, with and without ties at its edge."""
+    weights = np.exp(np.random.default_rng(size).integers(0, levels, size) * (12.0 / levels))
+    for top_p in (1e-9, 0.1, 0.5, 0.95, 0.999999, 1 - 1e-16):
+        order = np.argsort(-weights, kind="stable")
+        share = np.cumsum(weights[order]) / weights.sum()
+        expected = np.sort(order[: int(np.searchsorted(share, top_p)) + 1])
+        assert _nucleus(weights, top_p).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-6, 9e-6])
