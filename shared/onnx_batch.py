@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from shared.causal_lm import Logits
 from shared.errors import ContextLengthError
-from shared.onnx_lm import LOGITS_FROM, OnnxModel
+from shared.onnx_lm import OnnxModel
+from shared.onnx_sequence import OnnxSequence
 
 
 class OnnxBatchModel:
@@ -29,7 +29,7 @@ class OnnxBatchModel:
         shape = (max_rows, config.num_kv_heads, model.context_length, config.head_size)
         self._keys = [np.zeros(shape, model.cache_type) for _ in range(config.num_layers)]
         self._values = [np.zeros(shape, model.cache_type) for _ in range(config.num_layers)]
-        self._logits = np.empty(0, model.logits_type)
+        self._logits = model.new_logits()
         self._rows: list[BatchRow] = []
         self._max_rows = max_rows
         self._bindings: dict[tuple[int, int], Any] = {}
@@ -82,34 +82,8 @@ class OnnxBatchModel:
         return cast(Logits, logits[np.argsort(order), 0])
 
     def run(self, first: int, tokens: Sequence[Sequence[int]], lengths: Sequence[int], num_logits: int) -> Logits:
-        """One pass over rows first, first + 1, …; logits [B, rows of logits, V].
-
-        tokens: [B, S]. lengths: tokens that each row holds before.
-        """
-        model, config = self.model, self.model.config
-        batch, new = len(tokens), len(tokens[0])
-        total = max(lengths) + new
-        binding = self._binding(first, batch)
-        mask = np.zeros((batch, total), np.int64)
-        for row, length in enumerate(lengths):
-            mask[row, : length + new] = 1
-        _bind(binding, config.input_ids, np.array(tokens, np.int64))
-        _bind(binding, config.attention_mask, mask)
-        if model.has_position_ids:
-            _bind(binding, config.position_ids, np.array(lengths, np.int64)[:, np.newaxis] + np.arange(new))
-        rows = num_logits if model.has_logits_from else new
-        if model.has_logits_from:
-            _bind(binding, LOGITS_FROM, np.array([new - rows], np.int64))
-        logits = self._logits_buffer(batch, rows)
-        binding.bind_ortvalue_output(config.logits, ort.OrtValue.ortvalue_from_numpy(logits))
-        model.run(binding)
-        return logits[:, rows - num_logits :]
-
-    def _logits_buffer(self, batch: int, rows: int) -> Logits:
-        size = batch * rows * self.model.vocab_size
-        if self._logits.size < size:
-            self._logits = np.empty(size, self.model.logits_type)
-        return cast(Logits, self._logits[:size].reshape(batch, rows, self.model.vocab_size))
+        """One pass over rows first, first + 1, …: see `OnnxModel.run`."""
+        return self.model.run(self._binding(first, len(tokens)), tokens, lengths, num_logits, self._logits)
 
     def _binding(self, first: int, batch: int) -> Any:
         """The caches of rows first … first + batch - 1, past and present in one buffer."""
@@ -138,52 +112,17 @@ class OnnxBatchModel:
         self._rows[a], self._rows[b] = second, first
 
 
-class BatchRow:
+class BatchRow(OnnxSequence):
     """One sequence of an `OnnxBatchModel`: a `CausalLM`. `index`: the row it lies in now."""
 
     def __init__(self, batch_model: OnnxBatchModel, index: int) -> None:
+        super().__init__(batch_model.vocab_size, batch_model.context_length)
         self.index = index
         self._batch_model = batch_model
-        self._tokens: list[int] = []
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of a row of logits."""
-        return self._batch_model.vocab_size
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens that the cache can hold."""
-        return self._batch_model.context_length
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The tokens in the cache."""
-        return self._tokens
-
-    def forward(self, tokens: Sequence[int], num_logits: int) -> Logits:
-        """See `CausalLM.forward`. The logits are overwritten by the model's next pass."""
-        past, new = len(self._tokens), len(tokens)
-        if not 0 <= num_logits <= new or not new:
-            raise ValueError(f"num_logits must be in 0..{new} for {new} tokens, got {num_logits}")
-        if past + new > self.context_length:
-            raise ContextLengthError(
-                f"{past} tokens and {new} more don't fit into the context of {self.context_length} tokens"
-            )
-        logits = self._batch_model.run(self.index, [tokens], [past], num_logits)[0]
-        self._tokens.extend(tokens)
-        return cast(Logits, logits)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Count tokens whose keys and values a batch pass has put into the cache."""
         self._tokens.extend(tokens)
 
-    def truncate(self, length: int) -> None:
-        """See `CausalLM.truncate`."""
-        if not 0 <= length <= len(self._tokens):
-            raise ValueError(f"length must be in 0..{len(self._tokens)}, got {length}")
-        del self._tokens[length:]
-
-
-def _bind(binding: Any, name: str, array: NDArray[Any]) -> None:
-    binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+    def _run(self, tokens: Sequence[int], num_logits: int) -> Logits:
+        return cast(Logits, self._batch_model.run(self.index, [tokens], [len(self._tokens)], num_logits)[0])

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime as ort
@@ -18,7 +18,9 @@ import onnxruntime as ort
 from shared.causal_lm import Logits
 from shared.cpus import usable_cpus
 from shared.draft_head import Features
-from shared.errors import ContextLengthError, ModelFileError, UnsupportedModelError
+from shared.errors import ModelFileError, UnsupportedModelError
+from shared.logits_memory import LogitsMemory
+from shared.onnx_sequence import OnnxSequence
 from shared.onnx_session import bind_array, load_session, run_bound
 
 LOGITS_FROM = "logits_from"
@@ -109,11 +111,11 @@ class OnnxModel:
         if inputs[first_key].type not in _NUMPY_TYPES:
             raise UnsupportedModelError(f"{self.config.model_path} keeps its cache as {inputs[first_key].type}")
         self.cache_type = _NUMPY_TYPES[inputs[first_key].type]
-        self.logits_type = _NUMPY_TYPES[
-            next(value.type for value in self._session.get_outputs() if value.name == self.config.logits)
-        ]
-        self.has_position_ids = self.config.position_ids in inputs
-        self.has_logits_from = LOGITS_FROM in {value.name for value in self._session.get_overridable_initializers()}
+        logits = next(value for value in self._session.get_outputs() if value.name == self.config.logits)
+        self._logits_type = _NUMPY_TYPES[logits.type]
+        self._num_ids = logits.shape[-1] if isinstance(logits.shape[-1], int) else self.vocab_size
+        self._has_position_ids = self.config.position_ids in inputs
+        self._has_logits_from = LOGITS_FROM in {value.name for value in self._session.get_overridable_initializers()}
 
     @property
     def vocab_size(self) -> int:
@@ -148,27 +150,50 @@ class OnnxModel:
         """A fresh IOBinding for this model."""
         return self._session.io_binding()
 
-    def run(self, binding: Any) -> None:
-        """Run one pass.
+    def new_logits(self) -> LogitsMemory:
+        """Memory for the logits of passes. A projection that was trimmed knows the first ids only."""
+        return LogitsMemory(slice(self._num_ids), self.vocab_size, self._logits_type)
+
+    def run(
+        self,
+        binding: Any,
+        tokens: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        num_logits: int,
+        memory: LogitsMemory,
+    ) -> Logits:
+        """One pass over sequences whose caches are bound; logits [B, num_logits, V], in `memory`.
+
+        tokens: [B, S]. lengths: tokens that each sequence holds before.
 
         Raises:
             EngineError: ONNX Runtime failed.
         """
+        config, new = self.config, len(tokens[0])
+        mask = np.zeros((len(tokens), max(lengths) + new), np.int64)
+        for row, length in enumerate(lengths):
+            mask[row, : length + new] = 1
+        bind_array(binding, config.input_ids, np.array(tokens, np.int64))
+        bind_array(binding, config.attention_mask, mask)
+        if self._has_position_ids:
+            bind_array(binding, config.position_ids, np.array(lengths, np.int64)[:, np.newaxis] + np.arange(new))
+        rows = num_logits if self._has_logits_from else new
+        if self._has_logits_from:
+            bind_array(binding, LOGITS_FROM, np.array([new - rows], np.int64))
+        logits = memory.narrow(len(tokens), rows)
+        binding.bind_ortvalue_output(config.logits, ort.OrtValue.ortvalue_from_numpy(logits))
         run_bound(self._session, binding, self.directory.name)
+        return memory.widened(logits)[:, rows - num_logits :]
 
 
-class OnnxCausalLM:
-    """One sequence of an `OnnxModel`: a `CausalLM`.
-
-    The logits that `forward` returns are a view of a buffer that the next `forward` overwrites.
-    """
+class OnnxCausalLM(OnnxSequence):
+    """One sequence of an `OnnxModel`: a `CausalLM`."""
 
     def __init__(self, model: OnnxModel) -> None:
+        super().__init__(model.vocab_size, model.context_length)
         self._model = model
-        self._tokens: list[int] = []
         config = model.config
-        self._mask = np.ones((1, model.context_length), np.int64)
-        self._logits = np.empty((0, model.vocab_size), model.logits_type)
+        self._logits = model.new_logits()
         self._binding = model.binding()
         shape = (1, config.num_kv_heads, model.context_length, config.head_size)
         # np.zeros maps pages without touching them: an idle cache costs address space, not memory.
@@ -183,57 +208,8 @@ class OnnxCausalLM:
                 self._binding.bind_ortvalue_input(past % layer, value)
                 self._binding.bind_ortvalue_output(present % layer, value)
 
-    @property
-    def vocab_size(self) -> int:
-        """Width of a row of logits."""
-        return self._model.vocab_size
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens that the cache can hold."""
-        return self._model.context_length
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The tokens in the cache."""
-        return self._tokens
-
-    def forward(self, tokens: Sequence[int], num_logits: int) -> Logits:
-        """See `CausalLM.forward`."""
-        past, new = len(self._tokens), len(tokens)
-        if not 0 <= num_logits <= new or not new:
-            raise ValueError(f"num_logits must be in 0..{new} for {new} tokens, got {num_logits}")
-        if past + new > self.context_length:
-            raise ContextLengthError(
-                f"{past} tokens and {new} more don't fit into the context of {self.context_length} tokens"
-            )
-        logits = self._bind(tokens, past, num_logits)
-        self._model.run(self._binding)
-        self._tokens.extend(tokens)
-        return logits[len(logits) - num_logits :]
-
-    def truncate(self, length: int) -> None:
-        """See `CausalLM.truncate`."""
-        if not 0 <= length <= len(self._tokens):
-            raise ValueError(f"length must be in 0..{len(self._tokens)}, got {length}")
-        del self._tokens[length:]
-
-    def _bind(self, tokens: Sequence[int], past: int, num_logits: int) -> Logits:
-        """Bind a pass over `tokens`; returns the logits buffer [rows, V] that it will fill."""
-        model, config, new = self._model, self._model.config, len(tokens)
-        rows = num_logits if model.has_logits_from else new
-        bind_array(self._binding, config.input_ids, np.array([tokens], np.int64))
-        bind_array(self._binding, config.attention_mask, self._mask[:, : past + new])
-        if model.has_position_ids:
-            positions = np.arange(past, past + new, dtype=np.int64)[np.newaxis]
-            bind_array(self._binding, config.position_ids, positions)
-        if model.has_logits_from:
-            bind_array(self._binding, LOGITS_FROM, np.array([new - rows], np.int64))
-        if len(self._logits) < rows:
-            self._logits = np.empty((rows, model.vocab_size), model.logits_type)
-        logits = self._logits[:rows]
-        self._binding.bind_ortvalue_output(config.logits, ort.OrtValue.ortvalue_from_numpy(logits[np.newaxis]))
-        return logits
+    def _run(self, tokens: Sequence[int], num_logits: int) -> Logits:
+        return cast(Logits, self._model.run(self._binding, [tokens], [len(self._tokens)], num_logits, self._logits)[0])
 
 
 class OnnxHiddenStateLM(OnnxCausalLM):
@@ -252,7 +228,8 @@ class OnnxHiddenStateLM(OnnxCausalLM):
             raise ValueError(f"tokens {start}..{stop} are not within the {len(self._tokens)} of the cache")
         return self._hidden[start:stop]
 
-    def _bind(self, tokens: Sequence[int], past: int, num_logits: int) -> Logits:
+    def _run(self, tokens: Sequence[int], num_logits: int) -> Logits:
+        past = len(self._tokens)
         rows = self._hidden[np.newaxis, past : past + len(tokens)]
         self._binding.bind_ortvalue_output(HIDDEN_STATES, ort.OrtValue.ortvalue_from_numpy(rows))
-        return super()._bind(tokens, past, num_logits)
+        return super()._run(tokens, num_logits)
