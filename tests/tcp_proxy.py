@@ -1,8 +1,10 @@
-"""Proxies that misbehave on purpose: one for any TCP stream, one that knows where an HTTP exchange begins and ends."""
+"""Proxies that misbehave on purpose: some for any TCP stream, one that knows where an HTTP exchange begins and ends."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
@@ -72,7 +74,10 @@ class TcpProxy:
         self.num_connections += 1
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._upstream_port)
         self._writers |= {writer, up_writer}
-        pumps = [asyncio.create_task(self._pump(reader, up_writer)), asyncio.create_task(self._pump(up_reader, writer))]
+        pumps = [
+            asyncio.create_task(self._pump(reader, up_writer)),
+            asyncio.create_task(self._answer(up_reader, writer)),
+        ]
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -88,6 +93,98 @@ class TcpProxy:
             await asyncio.sleep(self.delay_s)
             writer.write(data)
             await writer.drain()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._pump(reader, writer)
+
+
+class TokenGate(TcpProxy):
+    """Lets so many of the cloud's messages with tokens through, then holds all that it says back."""
+
+    _TOKENS = re.compile(rb'"position":|"next_token":')
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self.reached = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._left = 0
+
+    def close_after(self, num_messages: int) -> None:
+        """`reached` is set when the next one is held."""
+        self._left = num_messages
+        self._open.clear()
+        self.reached.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            found = [match.start() for match in self._TOKENS.finditer(data)]
+            passed = len(data)
+            if not self._open.is_set() and len(found) > self._left:
+                passed, self._left = found[self._left], 0
+            else:
+                self._left -= len(found)
+            writer.write(data[:passed])
+            await writer.drain()
+            if passed < len(data):
+                self.reached.set()
+                await self._open.wait()
+                writer.write(data[passed:])
+                await writer.drain()
+
+
+class LossyLink(TcpProxy):
+    """A slow link that loses segments, as a program behind TCP sees it: what was lost comes a retransmission timeout
+    later (twice that if it is lost again), and all that was sent after it waits.
+
+    An emulation: no packet is dropped, and neither connecting nor the congestion window suffers.
+    """
+
+    _SEGMENT_BYTES = 1448
+    _TIMEOUT_S = (0.2, 0.4)
+
+    def __init__(self, port: int, delay_s: float, loss: float, seed: int = 0) -> None:
+        """delay_s: one way. loss: share of the segments, each way."""
+        super().__init__(port, delay_s)
+        self.num_lost = 0
+        self._loss = loss
+        self._random = random.Random(seed)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        sent: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        delivering = asyncio.create_task(self._deliver(sent, writer))
+        try:
+            while data := await reader.read(65536):
+                for start in range(0, len(data), self._SEGMENT_BYTES):
+                    due = loop.time() + self.delay_s + self._held_up_s()
+                    sent.put_nowait((due, data[start : start + self._SEGMENT_BYTES]))
+            sent.put_nowait((loop.time() + self.delay_s, b""))
+            await delivering
+        finally:
+            delivering.cancel()
+            await asyncio.gather(delivering, return_exceptions=True)
+
+    async def _deliver(self, sent: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due, data = await sent.get()
+            await asyncio.sleep(due - loop.time())
+            if not data:
+                return
+            writer.write(data)
+            await writer.drain()
+
+    def _held_up_s(self) -> float:
+        held_up_s, timeout_s = 0.0, self._random.uniform(*self._TIMEOUT_S)
+        while self._random.random() < self._loss:
+            self.num_lost += 1
+            held_up_s += timeout_s
+            timeout_s *= 2
+        return held_up_s
 
 
 class HttpProxy:
