@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from edge_agent.config import EdgeSettings, Preset, load_settings
+from edge_agent.measured_input import read_curve
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +41,13 @@ def sustain(
         float,
         typer.Option(min=0.1, max=100.0, help="passes of the simulated cloud over the device's own at full clock"),
     ] = 1.0,
+    curve: Annotated[
+        str | None,
+        typer.Option(
+            help="ms of a pass over 1, 2, … positions: 29,35,43 or a file of GET /v1/policy; measured here by default",
+            metavar="CURVE",
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="also draw a picture", metavar="FILE")] = None,
     preset: Annotated[Preset | None, typer.Option(help="pair of models; only the target is used")] = None,
     target: Annotated[str | None, typer.Option(help="model that answers")] = None,
@@ -49,7 +57,7 @@ def sustain(
 ) -> None:
     """Decode the same prompts on a simulated hot device: without a policy, with it, and with it and a cloud.
 
-    A simulation: the model and its text are real, the times are those measured on this machine, the device is not.
+    A simulation: the model and its text are real, so are the times of its passes; the device and the cloud are models.
     """
     from edge_agent.speedup_plot import check_plot_path
 
@@ -57,11 +65,12 @@ def sustain(
         check_plot_path(plot)
     flags = {"preset": preset, "target": target, "config": config, "cache_dir": cache_dir, "threads": threads}
     settings = load_settings({**flags, "draft": "none"})
-    plan, runs = asyncio.run(_simulated(settings, profile, minutes, time_scale, rtt_ms / 1e3, cloud_speed))
+    costs_ms = read_curve(curve).values if curve else ()
+    plan, runs = asyncio.run(_simulated(settings, profile, minutes, time_scale, rtt_ms / 1e3, cloud_speed, costs_ms))
     console = Console()
     console.print(summary_table(runs, plan))
     console.print(minute_table(runs))
-    console.print("A simulation: real model, real text, times as calibrated here; the device around it is a model.")
+    console.print("A simulation: real model, real text, measured times of passes; the device and the cloud are models.")
     if plot is not None:
         from edge_agent.sustain_plot import plot_sustain
 
@@ -69,7 +78,13 @@ def sustain(
 
 
 async def _simulated(
-    settings: EdgeSettings, profile: str, minutes: float, time_scale: float, rtt_s: float, cloud_speed: float
+    settings: EdgeSettings,
+    profile: str,
+    minutes: float,
+    time_scale: float,
+    rtt_s: float,
+    cloud_speed: float,
+    costs_ms: Sequence[float],
 ) -> tuple[SustainPlan, list[SustainRun]]:
     from edge_agent.device import Device
     from edge_agent.loading import load_engine
@@ -90,7 +105,7 @@ async def _simulated(
             profile=device,
             thresholds=PRESETS[choose_preset(POLICIES[profile])],
             prompts=[tuple(template.encode(tokenizer, [{"role": "user", "content": text}])) for text in QUESTIONS],
-            curve=engine.policy.costs.curve.values,
+            curve=[cost / 1e3 for cost in costs_ms] or engine.policy.costs.curve.values,
             stop_ids=frozenset(tokenizer.eos_ids),
             minutes=minutes,
             time_scale=time_scale,
