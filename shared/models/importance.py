@@ -54,21 +54,22 @@ class Importance:
         """
         if TensorClass.QKV not in self.squares:
             return np.ones(columns, np.float32)
-        return self.squares[TensorClass.QKV][layer] ** np.float32(SMOOTHING / 2)
+        return np.asarray(self.squares[TensorClass.QKV][layer] ** (SMOOTHING / 2), np.float32)
 
     def weights(self, kind: TensorClass, layer: int) -> FloatArray | None:
         """How much the squared error of each column counts, smoothed ones after smoothing; None when unknown."""
         if kind not in self.squares:
             return None
         squares = self.squares[kind][layer]
-        return squares / self.smoothing(layer, len(squares)) ** 2 if kind is TensorClass.QKV else squares
+        smoothed = squares / self.smoothing(layer, len(squares)) ** 2 if kind is TensorClass.QKV else squares
+        return np.asarray(smoothed, np.float32)
 
 
 def _encoded(squares: FloatArray) -> npt.NDArray[np.uint8]:
     relative = squares / squares.mean(axis=-1, keepdims=True)
     steps = np.rint(np.log2(np.maximum(relative, 1e-30)) * STEPS_AN_OCTAVE) + MIDDLE
-    return np.clip(steps, 0, 255).astype(np.uint8)
+    return np.asarray(np.clip(steps, 0, 255), np.uint8)
 
 
 def _decoded(steps: npt.NDArray[np.uint8]) -> FloatArray:
-    return np.exp2((steps.astype(np.float32) - MIDDLE) / STEPS_AN_OCTAVE)
+    return np.asarray(np.exp2((steps.astype(np.float32) - MIDDLE) / STEPS_AN_OCTAVE), np.float32)
