@@ -7,9 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from shared.causal_lm import CausalLM
+import numpy as np
 
-CURVE_POSITIONS = (1, 2, 3, 4, 5, 7, 9)
+from shared.causal_lm import CausalLM
+from shared.draft_head import DraftHead
+
+CURVE_POSITIONS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 """Positions m that are measured; the ones between are interpolated."""
 
 
@@ -56,6 +59,31 @@ def measure_prefill(
         times.append((clock() - started) / len(tokens))
     lm.truncate(0)
     return min(times)
+
+
+def measure_head(
+    head: DraftHead,
+    hidden_size: int,
+    *,
+    past: int = 128,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[float, float]:
+    """Seconds of a draft token (the median), and seconds a token of catching up. The cache is left empty."""
+    past = min(past, head.context_length - 1)
+    tokens = [1 + index % 100 for index in range(past + 1)]
+    features = np.ones((past, hidden_size), np.float32)
+    times, catch_ups = [], []
+    for _ in range(repeats):
+        head.truncate(0)
+        started = clock()
+        head.forward(tokens[:past], features[1:])
+        read = clock()
+        head.forward(tokens[past:], features[:1])
+        times.append(clock() - read)
+        catch_ups.append((read - started) / past)
+    head.truncate(0)
+    return statistics.median(times), min(catch_ups)
 
 
 def interpolate(points: dict[int, float]) -> list[float]:

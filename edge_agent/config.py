@@ -77,7 +77,7 @@ class EdgeSettings(BaseSettings):
     context_length: int = Field(2048, ge=32, le=131072, description="prompt and answer together")
     threads: int | None = Field(None, ge=1, le=256, description="inference threads; the usable cores by default")
     acceptance_rule: AcceptanceRule = Field(AcceptanceRule.COUPLED, description="how drafts are judged")
-    max_gamma: int = Field(8, ge=0, le=16, description="most draft tokens a round")
+    max_gamma: int = Field(16, ge=0, le=16, description="most draft tokens a round")
     answer_pool: int = Field(
         16_384, ge=0, le=2**20, description="tokens of past answers kept of each API key to draft from; 0 for none"
     )

@@ -8,9 +8,8 @@ c(m)/c(1) moves slowly, if at all, and one late round must not bend it: each sam
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 LEVEL_WINDOW = 9
@@ -26,7 +25,7 @@ class CostCurve:
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not self.values or not all(0 < value < math.inf for value in self.values):
+        if not self.values or not (min(self.values) > 0 and math.isfinite(sum(self.values))):
             raise ValueError(f"a cost curve needs positive finite values, got {self.values}")
 
     def at(self, positions: int) -> float:
@@ -51,13 +50,18 @@ class CostModel:
         self._scale = base.values[0]
         self._levels: deque[float] = deque(maxlen=LEVEL_WINDOW)
         self._drafts = {name: _DraftCost(cost) for name, cost in (draft_costs or {}).items()}
-        self._curve = base
-        self._refresh()
+        self._relative = CostCurve(tuple(_rising(self._shape)))
+        self._curve = self._levelled()
 
     @property
     def curve(self) -> CostCurve:
         """c(m) as it is now."""
         return self._curve
+
+    @property
+    def relative(self) -> CostCurve:
+        """The same in direct rounds: c(m) / c(1)."""
+        return self._relative
 
     @property
     def direct(self) -> float:
@@ -88,17 +92,18 @@ class CostModel:
         if positions > 1 and len(self._levels) == LEVEL_WINDOW:
             error = min(max(cost / expected - 1, -SHAPE_CLIP), SHAPE_CLIP)
             self._shape[positions - 1] *= 1 + SHAPE_WEIGHT * error
-        self._refresh()
+            self._relative = CostCurve(tuple(_rising(self._shape)))
+        self._curve = self._levelled()
 
     def observe_draft(self, drafter: str, tokens: int, cost: float) -> None:
         """A draft of `tokens` cost this much."""
         if tokens > 0 and 0 <= cost < math.inf:
             self._drafts.setdefault(drafter, _DraftCost(cost / tokens)).add(cost / tokens)
 
-    def _refresh(self) -> None:
+    def _levelled(self) -> CostCurve:
         # Until the window has half filled, calibration is the better witness than a round or two.
-        level = statistics.median(self._levels) if len(self._levels) > LEVEL_WINDOW // 2 else self._scale
-        self._curve = CostCurve(tuple(level * shape for shape in _rising(self._shape)))
+        level = _median(self._levels) if len(self._levels) > LEVEL_WINDOW // 2 else self._scale
+        return CostCurve(tuple([level * share for share in self._relative.values]))
 
 
 @dataclass
@@ -113,7 +118,7 @@ class _DraftCost:
     def add(self, cost: float) -> None:
         self.samples.append(cost)
         if len(self.samples) > DRAFT_WINDOW // 2:
-            self.value = statistics.median(self.samples)
+            self.value = _median(self.samples)
 
 
 def _rising(values: Sequence[float]) -> list[float]:
@@ -122,3 +127,8 @@ def _rising(values: Sequence[float]) -> list[float]:
     for value in values:
         rising.append(max(value, rising[-1]) if rising else value)
     return rising
+
+
+def _median(values: Collection[float]) -> float:
+    """The middle one, the upper of two: several times as quick as the library's, and asked for every round."""
+    return sorted(values)[len(values) // 2]

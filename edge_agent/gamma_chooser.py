@@ -73,15 +73,13 @@ def best_length(
     return best
 
 
-def curve_mix(times: CostCurve, joules: CostCurve | None, energy_weight: float) -> CostCurve:
-    """The curve to minimise, in direct rounds: time alone, energy alone, or between; time where no energy is known."""
-    if joules is None or energy_weight == 0:
-        return CostCurve(tuple(value / times.values[0] for value in times.values))
-    length = min(len(times.values), len(joules.values))
+def curve_mix(times: CostCurve, joules: CostCurve, energy_weight: float) -> CostCurve:
+    """The curve to minimise: time alone, energy alone, or between. Both in direct rounds."""
+    if energy_weight == 0:
+        return times
     return CostCurve(
         tuple(
-            (1 - energy_weight) * times.values[i] / times.values[0]
-            + energy_weight * joules.values[i] / joules.values[0]
-            for i in range(length)
+            (1 - energy_weight) * time + energy_weight * energy
+            for time, energy in zip(times.values, joules.values, strict=False)
         )
     )

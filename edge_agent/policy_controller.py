@@ -115,7 +115,7 @@ class PolicyEngine:
     def relative_curve(self) -> CostCurve:
         """The curve that drafts are chosen by: c(m) in direct rounds, of time or energy as the objective says."""
         weight = ENERGY_WEIGHTS[self.thresholds.objective] if self._measured_joules else 0.0
-        return curve_mix(self.costs.curve, self.joules.curve, weight)
+        return curve_mix(self.costs.relative, self.joules.relative, weight)
 
     def drafter_costs(self) -> dict[str, float]:
         """Time of a draft token in direct rounds, by drafter."""

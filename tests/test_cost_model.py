@@ -129,8 +129,14 @@ def test_likelier_tokens_never_shorten_a_draft(rates: list[float], curve: CostCu
 
 
 def test_objective_mixes_time_and_energy() -> None:
-    times, joules = CostCurve((10.0, 20.0, 30.0)), CostCurve((2.0, 2.0, 2.0))
+    times, joules = CostCurve((1.0, 2.0, 3.0)), CostCurve((1.0, 1.0, 1.0, 1.0))
     assert curve_mix(times, joules, 0.0).values == (1.0, 2.0, 3.0)
     assert curve_mix(times, joules, 1.0).values == (1.0, 1.0, 1.0)
     assert curve_mix(times, joules, 0.5).values == (1.0, 1.5, 2.0)
-    assert curve_mix(times, None, 1.0).values == (1.0, 2.0, 3.0)
+
+
+def test_the_relative_curve_is_the_shape_whatever_the_level() -> None:
+    model = CostModel(SMALL)
+    for _ in range(20):
+        model.observe_verify(1, SMALL[0] * 1.6)
+    assert list(model.relative.values) == pytest.approx([value / SMALL[0] for value in SMALL])
