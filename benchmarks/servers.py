@@ -95,3 +95,10 @@ def llama_server(name: str, gguf: str, *flags: str) -> ServerProcess:
     port = free_port()
     command = [sys.executable, "-m", "benchmarks.llama_server", "--gguf", gguf, "--port", str(port), *flags]
     return ServerProcess(name, command, port, "/health")
+
+
+def library_server(name: str, engine: str, *flags: str) -> ServerProcess:
+    """An engine that is a library: `genai` or `openvino`."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.library_server", engine, "--port", str(port), *flags]
+    return ServerProcess(name, command, port, "/health")
