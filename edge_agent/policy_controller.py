@@ -267,6 +267,7 @@ class PolicyController:
                     engine.learn_energy(positions, joules)
         else:
             self._advisor.window.add(round.draft, round.accepted)
+            self._learn_drafts(round.draft_s)
         self._proposed.clear()
         self._last = round.decision
         if round.finish_reason is not None:

@@ -236,6 +236,17 @@ def test_drafts_for_the_cloud_are_not_trimmed() -> None:
     assert controller.trim(state(request), draft) == decision.gamma
 
 
+def test_what_drafting_for_the_cloud_costs_is_learnt_there() -> None:
+    request = replace(REQUEST, execution=Execution.PREFER_CLOUD)
+    engine, controller = open_with(request, device=DeviceState())
+    for number in range(20):
+        decision = controller.decide(state(request, number))
+        draft = Draft((7,) * 4, "model", confidences=(0.9,) * 4)
+        assert controller.gain(draft) > controller.promise("model")
+        controller.observe(state(request, number), replace(a_round(decision, number, 0.05, draft), draft_s=0.08))
+    assert engine.costs.draft_cost("model") == pytest.approx(0.02)
+
+
 def test_speculation_on_always_drafts() -> None:
     request = replace(REQUEST, speculation=Speculation.ON)
     result = Bench("small").play(Drafts(1.0, 0.0), request=request)
