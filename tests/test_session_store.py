@@ -262,7 +262,7 @@ def test_a_cancelled_command_never_shifts_the_replies(server: RedisServer) -> No
 def test_a_frozen_or_killed_redis_costs_one_timeout_and_comes_back(tmp_path: Path) -> None:
     async def scenario(server: RedisServer) -> None:
         now = 0.0
-        async with redis_store(server.url, timeout_s=0.2, clock=lambda: now) as store:
+        async with redis_store(server.url, timeout_s=1.0, clock=lambda: now) as store:
             claim = await store.open(KEY, "a")
             server.signal(signal.SIGSTOP)
             for _ in range(20):  # The first waits for the timeout, the others don't ask.

@@ -50,7 +50,7 @@ def test_D1_a_cancelled_command_does_not_shift_the_replies(tmp_path: Path) -> No
         proxy = TcpProxy(server.port)
         keys = [SessionKey("tenant", f"session-000{number}") for number in (1, 2)]
         async with proxy.running() as port:
-            store = RedisStore(f"redis://127.0.0.1:{port}", Sealer("a secret for tests"), ttl_s=60, timeout_s=2)
+            store = RedisStore(f"redis://127.0.0.1:{port}", Sealer("a secret for tests"), ttl_s=60, timeout_s=10)
             try:
                 for number, key in enumerate(keys, start=1):
                     claim = await store.open(key, "a")
