@@ -205,6 +205,10 @@ class PolicyController:
         """Accepted over verified draft tokens; None while none was verified."""
         return self._advisor.window.acceptance_rate
 
+    def has_taken_in(self, drafter: str, num_tokens: int) -> None:
+        """See `Appraiser.has_taken_in`."""
+        self._taken_in[drafter] = num_tokens
+
     def draft_limit(self, drafter: str) -> int:
         """See `Appraiser.draft_limit`."""
         if self._drafts_for_cloud or self._forced:

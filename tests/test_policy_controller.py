@@ -324,7 +324,9 @@ CATCH_UP_CURVE = [0.042, 0.046, 0.057, 0.067, 0.077]
 SURE = Draft((5, 5), "model", (), (0.95, 0.95))
 
 
-def catching_up(prompt_length: int, max_tokens: int, *, shown: int = 0) -> tuple[PolicyEngine, PolicyController]:
+def catching_up(
+    prompt_length: int, max_tokens: int, *, shown: int = 0, taken_in: int = 0
+) -> tuple[PolicyEngine, PolicyController]:
     """A request before its first round, with a draft model that takes 2 ms a token to take the prompt in, and that was
     worth asking so many times before."""
     engine = PolicyEngine(
@@ -337,6 +339,7 @@ def catching_up(prompt_length: int, max_tokens: int, *, shown: int = 0) -> tuple
         engine.prior.asked("model", 0.3)
     request = GenerationRequest((1,) * prompt_length, max_tokens)
     controller = engine.open(request)
+    controller.has_taken_in("model", taken_in)
     controller.decide(RoundState(request, 0, 0, 4000))
     return engine, controller
 
@@ -345,6 +348,11 @@ def test_a_draft_model_is_not_asked_where_taking_the_prompt_in_costs_more_than_i
     assert catching_up(prompt_length=200, max_tokens=128, shown=50)[1].draft_limit("model") > 0
     assert catching_up(prompt_length=2000, max_tokens=16, shown=50)[1].draft_limit("model") == 0
     assert catching_up(prompt_length=2000, max_tokens=16, shown=50)[1].draft_limit("ngram") > 0
+
+
+def test_what_the_draft_model_still_holds_of_the_last_answer_is_not_caught_up_on() -> None:
+    assert catching_up(prompt_length=1000, max_tokens=64, shown=50)[1].draft_limit("model") == 0
+    assert catching_up(prompt_length=1000, max_tokens=64, shown=50, taken_in=950)[1].draft_limit("model") > 0
 
 
 def test_an_unknown_draft_model_is_tried_only_where_little_is_at_stake() -> None:

@@ -29,8 +29,11 @@ class Drafter(Protocol):
 class Appraiser(Protocol):
     """Says what drafting is worth in the coming round. Gains are savings over a direct round, in direct rounds.
 
-    Cheap and without side effects: drafters ask before every token, some from the inference thread.
+    Cheap: drafters ask before every token, some from the inference thread.
     """
+
+    def has_taken_in(self, drafter: str, num_tokens: int) -> None:
+        """A drafter with a cache of its own begins with so many of the prompt's tokens in it."""
 
     def draft_limit(self, drafter: str) -> int:
         """The longest draft worth asking of this drafter; 0 to leave it out."""
@@ -39,7 +42,8 @@ class Appraiser(Protocol):
         """The expected gain of asking this drafter, its own cost paid; infinite where asking is free."""
 
     def gain(self, draft: Draft) -> float:
-        """The expected gain of verifying as much of this draft as is best; 0 where none of it is worth it."""
+        """The expected gain of verifying as much of this draft as is best; 0 where none of it is worth it. Called once
+        for each draft that is made."""
 
     def go_on(self, drafter: str, confidences: Sequence[float]) -> bool:
         """Whether a draft of tokens with these confidences is worth lengthening by one."""
@@ -47,6 +51,9 @@ class Appraiser(Protocol):
 
 class Unpriced:
     """An appraiser to whom every draft is worth making and a second one isn't: for measuring drafters by themselves."""
+
+    def has_taken_in(self, drafter: str, num_tokens: int) -> None:
+        """All the same."""
 
     def draft_limit(self, drafter: str) -> int:
         """None to speak of."""

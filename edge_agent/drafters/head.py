@@ -30,6 +30,7 @@ class HeadDrafter:
         self._target = target
         self._thread = thread
         self._appraiser = appraiser or Unpriced()
+        self._appraiser.has_taken_in(self.name, len(self._head.tokens))
 
     async def propose(self, tokens: Sequence[int], gamma: int, sampler: Sampler) -> Draft:
         """At most `gamma` tokens, fewer where the context ends or another one isn't worth drawing.

@@ -25,6 +25,7 @@ class ModelDrafter:
         self._lm = lm
         self._thread = thread
         self._appraiser = appraiser or Unpriced()
+        self._appraiser.has_taken_in(self.name, len(self._lm.tokens))
 
     async def propose(self, tokens: Sequence[int], gamma: int, sampler: Sampler) -> Draft:
         """At most `gamma` tokens, fewer where the context ends or another one isn't worth drawing.
