@@ -96,12 +96,17 @@ def row_noise(lm: OnnxCausalLM, tokens: Sequence[int], rows: int, start: int) ->
 
 
 def compare(
-    lm: OnnxCausalLM, prompt: Sequence[int], num_tokens: int, gamma: int, stop: frozenset[int]
+    lm: OnnxCausalLM,
+    prompt: Sequence[int],
+    num_tokens: int,
+    gamma: int,
+    stop: frozenset[int],
+    drafter: Drafter | None = None,
 ) -> tuple[list[int], int, float | None]:
-    """(direct answer, tokens it shares with the speculative one, gap where they part)."""
+    """(direct answer, tokens it shares with the speculative one, gap where they part). By default a `MixedDrafter`."""
     request = GenerationRequest(tuple(prompt), num_tokens, SamplingParams(temperature=0), stop)
     direct = asyncio.run(answer(lm, request, 0, NullDrafter()))
-    speculative = asyncio.run(answer(lm, request, gamma, MixedDrafter()))
+    speculative = asyncio.run(answer(lm, request, gamma, drafter or MixedDrafter()))
     equal = common_prefix_length(direct, speculative)
     if equal == len(direct) == len(speculative):
         return direct, equal, None

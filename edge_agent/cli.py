@@ -35,6 +35,7 @@ Target = Annotated[
     str | None, typer.Option(help="Model that answers: a catalogue name, file:PATH or hf:ORG/REPO/FILE.gguf.")
 ]
 Draft = Annotated[str | None, typer.Option(help="Model that drafts for it, or 'none'.")]
+Head = Annotated[str | None, typer.Option(help="Draft head: auto (the one that is shipped), none, or a directory.")]
 ContextLength = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")]
 Threads = Annotated[int | None, typer.Option(help="Inference threads; the usable cores by default.")]
 CacheDir = Annotated[Path | None, typer.Option(help="Where models are kept; the user's cache by default.")]
@@ -53,6 +54,7 @@ def serve(
     admin_key: Annotated[str | None, typer.Option(help="Key that may change policy and device.")] = None,
     target: Target = None,
     draft: Draft = None,
+    head: Head = None,
     context_length: ContextLength = None,
     threads: Threads = None,
     max_running: Annotated[int | None, typer.Option(help="Requests answered side by side.")] = None,
@@ -96,6 +98,7 @@ def chat(
     preset: PresetOption = None,
     target: Target = None,
     draft: Draft = None,
+    head: Head = None,
     context_length: ContextLength = None,
     threads: Threads = None,
     cache_dir: CacheDir = None,
@@ -107,7 +110,7 @@ def chat(
     if url is not None:
         chat_with_agent(url, api_key, options)
         return
-    chat_with_engine(_settings(config, preset, target, draft, context_length, threads, cache_dir), options)
+    chat_with_engine(_settings(config, preset, target, draft, head, context_length, threads, cache_dir), options)
 
 
 app.command(epilog="Example: edge-agent calibrate --preset laptop.")(calibrate)
@@ -138,7 +141,9 @@ def pull_model(
 
 @models_app.command("info")
 def model_info(
-    model: Annotated[str, typer.Argument(help="A catalogue name, or the directory of a built model.")],
+    model: Annotated[
+        str, typer.Argument(help="A catalogue name, or a directory: of a built model, or of a draft head.")
+    ],
     cache_dir: CacheDir = None,
 ) -> None:
     """What is known of a model: source, hash, licence, and how it was built if it was."""
@@ -152,6 +157,7 @@ def _settings(
     preset: Preset | None,
     target: str | None,
     draft: str | None,
+    head: str | None,
     context_length: int | None,
     threads: int | None,
     cache_dir: Path | None,

@@ -21,6 +21,7 @@ from shared.sampling import AcceptanceRule
 ENV_PREFIX = "SOUSCHEF_"
 DEFAULT_FILE = Path("souschef.toml")
 NO_DRAFT = "none"
+NO_HEAD, AUTO_HEAD = "none", "auto"
 
 
 class Preset(StrEnum):
@@ -73,6 +74,7 @@ class EdgeSettings(BaseSettings):
 
     target: str = Field(min_length=1, description="model that answers: catalogue name, file:PATH or hf:ORG/REPO/FILE")
     draft: str = Field(min_length=1, description="model that drafts, or 'none'")
+    head: str = Field(AUTO_HEAD, min_length=1, description="draft head: auto (the shipped one), none, or a directory")
     cache_dir: Path | None = Field(None, description="where models are kept; the user cache by default")
     context_length: int = Field(2048, ge=32, le=131072, description="prompt and answer together")
     threads: int | None = Field(None, ge=1, le=256, description="inference threads; the usable cores by default")

@@ -21,7 +21,7 @@ from edge_agent.policy import Drafting
 from edge_agent.speculation_ledger import SpeculationLedger
 from shared.acceptance import Draft
 
-EXPECTED_RATES = {"ngram": 0.5, "prediction": 0.7, "model": 0.7}
+EXPECTED_RATES = {"ngram": 0.5, "prediction": 0.7, "head": 0.55, "model": 0.7}
 """Acceptance of a drafter's token before any was judged."""
 
 FREE_DRAFT = 0.03

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from edge_agent.cloud_link import CloudLink, NoCloud
 from edge_agent.controller import RoundPolicy
@@ -15,6 +16,7 @@ from edge_agent.drafters import (
     AnswerPool,
     ChainDrafter,
     Drafter,
+    HeadDrafter,
     ModelDrafter,
     NgramDrafter,
     PoolDrafter,
@@ -25,6 +27,7 @@ from edge_agent.session import Session
 from edge_agent.verifier import LocalVerifier, Verifier
 from shared.causal_lm import CausalLM
 from shared.chat_template import ChatTemplate
+from shared.draft_head import DraftHead, HiddenStates
 from shared.errors import TokenizerMismatchError
 from shared.inference_thread import InferenceThread
 from shared.kv_slots import SlotPool
@@ -44,11 +47,8 @@ class LocalModel:
     @asynccontextmanager
     async def slot(self, tokens: tuple[int, ...]) -> AsyncIterator[CausalLM]:
         """A cache for one request, with what it already shares with the tokens."""
-        lm = self.slots.acquire(tokens)
-        try:
+        with self.slots.slot(tokens) as lm:
             yield lm
-        finally:
-            self.slots.release(lm)
 
 
 class Engine:
@@ -63,8 +63,10 @@ class Engine:
         chat_template: ChatTemplate,
         system_fingerprint: str = "",
         pool: AnswerPool | None = None,
+        heads: SlotPool[DraftHead] | None = None,
     ) -> None:
-        """pool: where past answers are kept to draft from; without one none are.
+        """pool: where past answers are kept to draft from; without one none are. heads: caches of the draft head that
+        was trained for the target, whose own caches then keep their hidden states.
 
         Raises `TokenizerMismatchError` when the draft counts in other tokens than the target."""
         if draft is not None and draft.tokenizer.fingerprint != target.tokenizer.fingerprint:
@@ -81,6 +83,7 @@ class Engine:
         self.created = int(time.time())
         self.policy = policy
         self.cloud: CloudLink = NoCloud()
+        self.heads = heads
         self._pool = pool or AnswerPool(0)
 
     @property
@@ -101,7 +104,7 @@ class Engine:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens in all caches, of running requests and kept for later ones."""
-        return self.target.slots.num_cached_tokens + (self.draft.slots.num_cached_tokens if self.draft else 0)
+        return sum(slots.num_cached_tokens for slots in self._slots)
 
     @asynccontextmanager
     async def session(self, request: GenerationRequest) -> AsyncIterator[Session]:
@@ -111,6 +114,10 @@ class Engine:
             target_lm = await stack.enter_async_context(self.target.slot(request.prompt))
             lookups = self._lookups(request)
             models: list[Drafter] = []
+            if self.heads is not None:
+                assert isinstance(target_lm, HiddenStates), "a target with a head keeps its hidden states"
+                head = stack.enter_context(self.heads.slot(request.prompt))
+                models.append(HeadDrafter(head, target_lm, self.thread, controller))
             cloud_model = ModelDrafter(target_lm, self.thread, controller)
             if self.draft is not None:
                 cloud_model = ModelDrafter(
@@ -138,6 +145,12 @@ class Engine:
                 if request.privacy is not Privacy.ON_DEVICE:
                     self._pool.add(request.tenant, session.tokens[len(request.prompt) :])
 
+    @property
+    def _slots(self) -> list[SlotPool[Any]]:
+        """The caches of everything that has one."""
+        found = [self.target.slots, self.draft.slots if self.draft else None, self.heads]
+        return [slots for slots in found if slots is not None]
+
     def _lookups(self, request: GenerationRequest) -> list[Drafter]:
         """The drafters that cost nothing."""
         lookups: list[Drafter] = [NgramDrafter(shortest=1)]
@@ -153,9 +166,8 @@ class Engine:
         alike. keep_answers: leave the pool as it is."""
         if not keep_answers:
             self._pool.forget()
-        for model in (self.target, self.draft):
-            if model is not None:
-                model.slots.forget()
+        for slots in self._slots:
+            slots.forget()
 
     async def close(self) -> None:
         """Hang up, let the running job end and stop the thread."""

@@ -23,7 +23,7 @@ from edge_agent.sensors import DeviceSampler
 
 PREFIX = "souschef_edge"
 
-DRAFTERS = ("ngram", "prediction", "model")
+DRAFTERS = ("prediction", "ngram", "pool", "head", "model")
 OTHER = "other"
 """Label of what isn't in a known set: the number of series stays bounded whatever comes."""
 NO_MODE = "none"

@@ -7,11 +7,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from edge_agent.head_choice import packaged_head
 from shared.errors import ConfigError
 from shared.models.build import BUILDER_VERSION, default_scheme
 from shared.models.cache import ModelCache
 from shared.models.catalogue import CATALOGUE, CatalogueModel, ReadyDirectory, Role, parse_reference
 from shared.models.directory import open_model_directory
+from shared.models.head import is_head, open_head
 from shared.models.progress import RichProgress
 from shared.models.pull import pull
 
@@ -71,6 +73,9 @@ def print_model(reference: str, cache_dir: Path | None) -> None:
         for name, value in rows.items():
             table.add_row(name, value)
         directories = [_built_path(source, role, cache) for role in source.roles]
+        _add_packaged_head(table, source.sha256)
+    elif isinstance(source, ReadyDirectory) and is_head(source.path):
+        _add_head(table, source.path)
     elif isinstance(source, ReadyDirectory):
         directories = [source.path]
     else:
@@ -79,6 +84,21 @@ def print_model(reference: str, cache_dir: Path | None) -> None:
         if path.is_dir():
             _add_directory(table, path)
     Console().print(table)
+
+
+def _add_packaged_head(table: Table, target_sha256: str) -> None:
+    path = packaged_head(target_sha256)
+    if path is not None:
+        table.add_section()
+        _add_head(table, path)
+
+
+def _add_head(table: Table, path: Path) -> None:
+    manifest = open_head(path).manifest
+    table.add_row("draft head", str(path))
+    table.add_row("of", f"{manifest.target_name}, GGUF sha256 {manifest.target_sha256}")
+    table.add_row("head's size", f"{manifest.total_bytes:,} bytes, {manifest.bits} bits, blocks of {manifest.block}")
+    table.add_row("head's words", f"{manifest.num_ids:,} of {manifest.vocab_size:,} ids")
 
 
 def _add_directory(table: Table, path: Path) -> None:

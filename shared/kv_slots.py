@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from shared.acceptance import common_prefix_length
@@ -60,6 +61,15 @@ class SlotPool(Generic[LM]):
         self._taken.append(lm)
         lm.truncate(common_prefix_length(lm.tokens, tokens))
         return lm
+
+    @contextmanager
+    def slot(self, tokens: Sequence[int]) -> Iterator[LM]:
+        """A cache for as long as the block lasts; see `acquire`."""
+        lm = self.acquire(tokens)
+        try:
+            yield lm
+        finally:
+            self.release(lm)
 
     def forget(self) -> None:
         """Empty the free slots: the next request reads its prompt from the first token on."""

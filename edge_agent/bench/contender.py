@@ -11,7 +11,7 @@ from typing import Protocol
 from edge_agent.bench.answer_timing import AnswerTiming
 from edge_agent.controller import FixedController
 from edge_agent.decision import Mode
-from edge_agent.drafters import Drafter, ModelDrafter, NgramDrafter, NullDrafter, PredictionDrafter
+from edge_agent.drafters import Drafter, HeadDrafter, ModelDrafter, NgramDrafter, NullDrafter, PredictionDrafter
 from edge_agent.energy import EnergyMeter
 from edge_agent.engine import Engine
 from edge_agent.request import Execution, GenerationRequest
@@ -19,6 +19,7 @@ from edge_agent.round import Round
 from edge_agent.scenarios import Scenario
 from edge_agent.session import Session
 from edge_agent.verifier import LocalVerifier
+from shared.draft_head import HiddenStates
 from shared.sampling import SamplingParams
 
 DIRECT = "direct"
@@ -142,6 +143,8 @@ class LocalContender:
             if self.name == ModelDrafter.name and engine.draft is not None:
                 draft_lm = await stack.enter_async_context(engine.draft.slot(request.prompt))
                 drafter = ModelDrafter(draft_lm, engine.thread)
+            elif self.name == HeadDrafter.name and engine.heads is not None and isinstance(lm, HiddenStates):
+                drafter = HeadDrafter(stack.enter_context(engine.heads.slot(request.prompt)), lm, engine.thread)
             elif self.name == NgramDrafter.name:
                 drafter = NgramDrafter()
             elif self.name == PredictionDrafter.name:
@@ -155,6 +158,8 @@ def local_contenders(engine: Engine, meter: EnergyMeter, gamma: int, *, predicti
     fixed = [NgramDrafter.name]
     if predictions:
         fixed.append(PredictionDrafter.name)
+    if engine.heads is not None:
+        fixed.append(HeadDrafter.name)
     if engine.draft is not None:
         fixed.append(ModelDrafter.name)
     return [

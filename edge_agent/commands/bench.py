@@ -22,6 +22,7 @@ def bench(
     preset: Annotated[Preset | None, typer.Option(help="pair of models")] = None,
     target: Annotated[str | None, typer.Option(help="model that answers")] = None,
     draft: Annotated[str | None, typer.Option(help="model that drafts for it, or 'none'")] = None,
+    head: Annotated[str | None, typer.Option(help="draft head: auto, 'none' or a directory")] = None,
     config: Annotated[Path | None, typer.Option(help="settings file")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="where models are kept")] = None,
     threads: Annotated[int | None, typer.Option(help="inference threads; the usable cores by default")] = None,
@@ -48,7 +49,7 @@ def bench(
     if report is not None and not report.absolute().parent.is_dir():
         raise ConfigError(f"--report {report}: the folder doesn't exist")
     flags = {"preset": preset, "target": target, "draft": draft, "config": config, "cache_dir": cache_dir}
-    settings = load_settings({**flags, "threads": threads})
+    settings = load_settings({**flags, "head": head, "threads": threads})
     scenarios = (read_scenarios(prompts) if prompts else built_in())[:limit]
     peers = [(peer, peer_key, peer_model)] if peer else []
     found = asyncio.run(_measured(settings, scenarios, tokens=tokens, repeats=repeats, gamma=gamma, peers=peers))

@@ -6,6 +6,7 @@ target's id of each row of logits, ascending.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -244,9 +245,30 @@ def open_head(directory: Path, *, target: Path | None = None) -> HeadDirectory:
         TokenizerMismatchError: the target counts in other tokens.
         UnsupportedModelError: the head was trained for another model than the target.
     """
+    manifest = read_head_manifest(directory)
+    check_files(directory, manifest.files)
+    if target is not None:
+        manifest.require_target(_target_manifest(target), directory)
+    return HeadDirectory(directory, manifest, np.load(directory / VOCABULARY_FILE, allow_pickle=False))
+
+
+def is_head(directory: Path) -> bool:
+    """Whether the directory says that it holds a draft head."""
+    try:
+        return json.loads((directory / MANIFEST_FILE).read_bytes()).get("role") == "head"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def read_head_manifest(directory: Path) -> HeadManifest:
+    """What the directory says of its head, unchecked.
+
+    Raises:
+        ModelFileError: there is no manifest of a head.
+    """
     file = directory / MANIFEST_FILE
     try:
-        manifest = HeadManifest.model_validate_json(file.read_bytes())
+        return HeadManifest.model_validate_json(file.read_bytes())
     except OSError as error:
         raise ModelFileError(
             f"{directory} holds no draft head: {file.name} can't be read ({error.strerror})"
@@ -255,10 +277,6 @@ def open_head(directory: Path, *, target: Path | None = None) -> HeadDirectory:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ModelFileError(f"{file} is not a draft head's manifest: {where}: {first['msg']}") from error
-    check_files(directory, manifest.files)
-    if target is not None:
-        manifest.require_target(_target_manifest(target), directory)
-    return HeadDirectory(directory, manifest, np.load(directory / VOCABULARY_FILE, allow_pickle=False))
 
 
 def _target_manifest(directory: Path) -> Manifest:
