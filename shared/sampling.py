@@ -28,9 +28,6 @@ MIN_REPETITION_PENALTY = 0.01
 _NEGLIGIBLE_NATS = 50.0
 """exp(-50) * 152,000 ids is under the rounding of a float64 sum to 1: such ids can be left out without a trace."""
 
-NUCLEUS_HEADS = (256, 8192)
-"""Largest weights to look for a nucleus in, before all are sorted."""
-
 
 class AcceptanceRule(StrEnum):
     """How a draft token is judged; both give the target's distribution exactly."""
@@ -273,15 +270,12 @@ def _largest(weights: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
     """Ascending indices of the smallest set of largest weights whose share reaches `top_p`.
 
-    A few weights mostly hold it, so that only those are sorted.
+    Weights that even together are under half of what it leaves out aren't sorted.
     """
     total = weights.sum()
-    for count in (*NUCLEUS_HEADS, len(weights)):
-        head = _largest(weights, count) if count < len(weights) else np.arange(len(weights))
-        order = head[np.argsort(-weights[head], kind="stable")]
-        share = np.cumsum(weights[order]) / total
-        if share[-1] >= top_p:
-            break
+    likely = np.flatnonzero(weights >= (1.0 - top_p) / 2.0 * total / len(weights))
+    order = likely[np.argsort(-weights[likely], kind="stable")]
+    share = np.cumsum(weights[order]) / total
     return np.sort(order[: int(np.searchsorted(share, top_p)) + 1])
 
 
