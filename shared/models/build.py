@@ -44,7 +44,7 @@ Role = Literal["target", "draft"]
 
 def default_scheme(role: str) -> Scheme:
     """The scheme of a role (`target`, `draft`), or the one of that name. Raises ConfigError for neither."""
-    return scheme_named({"target": "mixed", "draft": "q4"}.get(role, role))
+    return scheme_named("mixed" if role == "target" else role)
 
 
 def build_model(

@@ -9,6 +9,10 @@ from enum import StrEnum
 from shared.errors import ConfigError
 from shared.models.quantise import Precision
 
+DRAFT_IDS = 1 << 16
+"""Ids that a draft can propose. A BPE vocabulary is in the order of its merges, so the first ids are the frequent ones.
+"""
+
 
 class TensorClass(StrEnum):
     """The matrices of a decoder, by what they do."""
@@ -31,7 +35,7 @@ class Scheme:
     accuracy_level: int
     precisions: Mapping[TensorClass, Precision]
     sensitive: Mapping[TensorClass, Precision] = field(default_factory=dict)
-    num_ids: int | None = None  # that the vocabulary's projection keeps: the first ones; None for all
+    num_ids: int | None = None  # how many of the vocabulary, the first ones, can be predicted; None for all
     weighted: bool = True  # by what is known of the importance of each input
     for_smaller: tuple[tuple[int, Scheme], ...] = ()  # (parameters, what a model of fewer gets instead), rising
 
@@ -72,6 +76,7 @@ def schemes() -> dict[str, Scheme]:
         _uniform("q4", four, eight),
         _uniform("q4-32", Precision(4, 32, False), eight),
         _uniform("q4-128", Precision(4, 128, False), eight),
+        Scheme("draft", 4, dict.fromkeys(TensorClass, Precision(4, 128, False)), num_ids=DRAFT_IDS),
         q8_mixed,
         Scheme("q8-half", 4, mixed_eight, {TensorClass.GATE_UP: eight}, weighted=False),
         Scheme("q4-mixed", 4, mixed, down_and_qkv),
