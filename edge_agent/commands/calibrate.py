@@ -21,22 +21,26 @@ def calibrate(
     preset: Annotated[Preset | None, typer.Option(help="pair of models")] = None,
     target: Annotated[str | None, typer.Option(help="model that answers")] = None,
     draft: Annotated[str | None, typer.Option(help="model that drafts for it, or 'none'")] = None,
+    head: Annotated[str | None, typer.Option(help="draft head: auto, 'none' or a directory")] = None,
     config: Annotated[Path | None, typer.Option(help="settings file")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="where models are kept")] = None,
     context_length: Annotated[int | None, typer.Option(help="tokens of prompt and answer together")] = None,
     threads: Annotated[int | None, typer.Option(help="inference threads; the usable cores by default")] = None,
 ) -> None:
     """Measure what a pass over m positions costs here, the best gamma that follows, and how near the memory's floor."""
-    from edge_agent.calibration import measure_curve
+    from edge_agent.calibration import measure_curve, measure_head
+    from edge_agent.head_choice import choose_head
     from edge_agent.memory_bandwidth import measure_bandwidth
     from edge_agent.serve import fetch_models
     from shared.models.cache import ModelCache
     from shared.models.directory import open_model_directory
     from shared.models.pull import pull
+    from shared.models.target_embedding import TargetEmbedding
+    from shared.onnx_head import OnnxHead
     from shared.onnx_lm import OnnxModel
 
     flags = {"preset": preset, "target": target, "draft": draft, "config": config, "cache_dir": cache_dir}
-    settings = load_settings({**flags, "context_length": context_length, "threads": threads})
+    settings = load_settings({**flags, "head": head, "context_length": context_length, "threads": threads})
     fetch_models(settings)
     cache, console = ModelCache(settings.cache_dir), Console()
     path = pull(settings.target, cache)
@@ -44,6 +48,11 @@ def calibrate(
     model = OnnxModel(path, context_length=settings.context_length, num_threads=settings.threads)
     curve = CostCurve(tuple(measure_curve(model.new_cache())))
     draft_costs: dict[str, float] = {"n-gram": 0.0}
+    chosen = choose_head(settings.head, path)
+    if chosen is not None:
+        embedding, context_length = TargetEmbedding(path), settings.context_length
+        weights = OnnxHead(chosen, embedding, context_length=context_length, num_threads=settings.threads)
+        draft_costs["head"], _ = measure_head(weights.new_cache(), chosen.manifest.hidden_size)
     if settings.has_draft:
         draft_path = pull(settings.draft, cache, role="draft")
         drafter = OnnxModel(draft_path, context_length=settings.context_length, num_threads=settings.threads)
