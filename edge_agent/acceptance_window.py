@@ -107,7 +107,7 @@ def judged(draft: Draft, accepted: int) -> Iterator[tuple[int, bool]]:
 class AcceptancePrior:
     """What all requests of this process have shown: slow, and where every request starts from."""
 
-    def __init__(self, half_life: float = 300.0, strength: float = 6.0, trust: float = 20.0) -> None:
+    def __init__(self, half_life: float = 300.0, strength: float = 12.0, trust: float = 20.0) -> None:
         """strength, trust: how many samples it takes to outweigh a cell's, and a drafter's, own confidence."""
         self._stats = AcceptanceStats(half_life, strength)
         self._claimed: dict[str, Tally] = {}
@@ -143,7 +143,7 @@ class AcceptancePrior:
 class AcceptanceWindow:
     """One request's view. Starts from the prior, then believes its own text."""
 
-    def __init__(self, prior: AcceptancePrior, half_life: float = 30.0, strength: float = 8.0) -> None:
+    def __init__(self, prior: AcceptancePrior, half_life: float = 30.0, strength: float = 12.0) -> None:
         self._prior = prior
         self._stats = AcceptanceStats(half_life, strength)
         self.num_drafted = 0
