@@ -30,6 +30,8 @@ from shared.errors import ContextLengthError, ModelFileError, UnsupportedModelEr
 from shared.inference_thread import InferenceThread
 from shared.models.build import build_model
 from shared.models.head import HeadSpec, HeadWeights, open_head, write_head
+from shared.models.quantise import Precision
+from shared.models.scheme import Scheme, TensorClass
 from shared.models.target_embedding import TargetEmbedding
 from shared.onnx_head import OnnxHead, OnnxHeadCache
 from shared.onnx_lm import OnnxModel
@@ -39,6 +41,8 @@ from tests.random_decoder import DecoderShape, write_random_decoder
 from tests.random_head import as_stored, random_head, reference_head
 
 CONTEXT = 128
+# Activations stay floats, so that one row and several differ by rounding alone.
+FLOATS = Scheme("floats", 0, dict.fromkeys(TensorClass, Precision(8, 32, True)))
 TOKENS = np.random.default_rng(2).integers(3, 250, 40).tolist()
 
 
@@ -58,7 +62,7 @@ class Pair:
 
 def write_pair(path: Path, *, seed: int = 0) -> Pair:
     write_random_decoder(path / "random.gguf", DecoderShape("qwen2"), kinds={"token_embd": "Q8_0"}, seed=seed)
-    build_model(path / "random.gguf", path / "target", progress=lambda _what, _done: None)
+    build_model(path / "random.gguf", path / "target", role=FLOATS, progress=lambda _what, _done: None)
     spec = HeadSpec.of_target(path / "target")
     weights = random_head(spec)
     write_head(path / "head", weights, spec, accuracy_level=0)
@@ -200,6 +204,21 @@ def test_an_engine_drafts_with_its_head_and_the_text_stays_the_same(engine: Engi
     direct, with_head, drafters = asyncio.run(both())
     assert with_head == direct
     assert "head" in drafters
+
+
+def test_requests_side_by_side_have_caches_of_their_own(engine: Engine) -> None:
+    requests = [
+        GenerationRequest(tuple(TOKENS[start:]), 30, SamplingParams(seed=start), speculation=Speculation.ON)
+        for start in (0, 5, 9)
+    ]
+
+    async def answers(*, together: bool) -> list[list[int]]:
+        engine.forget_prompts()
+        if together:
+            return [tokens for tokens, _ in await asyncio.gather(*(drafted(engine, each) for each in requests))]
+        return [(await drafted(engine, each))[0] for each in requests]
+
+    assert asyncio.run(answers(together=True)) == asyncio.run(answers(together=False))
 
 
 def test_the_policy_knows_what_the_head_costs(engine: Engine) -> None:
