@@ -47,7 +47,7 @@ def test_every_answer_ends_is_handed_back_or_goes_on(gamma: int | None, number: 
     outcome = run(number=number, gamma=gamma, pause_s=5.0, prompt_tokens=100.0, rtt_ms=40.0)
     assert outcome.started == outcome.finished + outcome.handed_back + outcome.unfinished
     assert 0 <= outcome.unfinished <= number
-    assert 0 <= outcome.busy <= 1.001
+    assert 0 <= outcome.busy <= 1.01  # A pass counts whole in the time in which it begins.
 
 
 def test_the_same_seed_gives_the_same_numbers() -> None:
