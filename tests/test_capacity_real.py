@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -101,7 +102,7 @@ async def answers_of(url: str, prompts: list[list[int]]) -> list[list[int]]:
         for number, prompt in enumerate(prompts):
             body = {"session_id": f"capacity-{number}", "opening": opening(prompt), "max_tokens": NUM_TOKENS}
             text = (await client.post("/v1/continue", json=body)).text
-            found.append([int(part.split(",")[0].rstrip("}")) for part in text.split('"token":')[1:]])
+            found.append([int(token) for token in re.findall(r'"token": ?(\d+)', text)])
     return found
 
 

@@ -37,7 +37,7 @@ def capacity(
         str | None, typer.Option(help="ms of a decode step of 1, 2, … sessions; CURVE's by default", metavar="CURVE")
     ] = None,
     prefill_ms: Annotated[float | None, typer.Option(min=0.0, help="ms of a prompt token")] = None,
-    message_ms: Annotated[float, typer.Option(min=0.0, help="ms of handling a message besides the model")] = 1.0,
+    message_ms: Annotated[float, typer.Option(min=0.0, help="ms of handling between a pass and the next")] = 1.0,
     preset: Annotated[Preset | None, typer.Option(help="model to measure, where no curve is given")] = None,
     model: Annotated[str | None, typer.Option(help="model to measure, where no curve is given")] = None,
     threads: Annotated[int | None, typer.Option(help="inference threads to measure with")] = None,

@@ -16,7 +16,7 @@ Then = Callable[[], None]
 
 
 class Worker:
-    """A thread: one job after the other."""
+    """The inference thread: one job after the other."""
 
     def __init__(self, agenda: Agenda) -> None:
         self._agenda = agenda
@@ -132,7 +132,6 @@ class Replica:
         self._agenda = agenda
         self._costs = costs
         self.worker = Worker(agenda)
-        self._event_loop = Worker(agenda)
         self.meter = LoadMeter(costs.verify_ms, limits.max_gamma)
         self.counts = Counts()
         self.num_sessions = 0
@@ -175,7 +174,7 @@ class Replica:
             self.counts.rounds += 1
             self.counts.gammas += gamma
             self._round_places.give_back()
-            self._event_loop.run(self._costs.message_ms, then)
+            self._agenda.after(self._costs.message_ms, then)
 
         return self._round_places.take(with_place)
 
@@ -200,12 +199,12 @@ class Replica:
             session.tokens += 1
             each()
             if left:
-                self._event_loop.run(self._costs.message_ms, lambda: self._step(made))
+                self._agenda.after(self._costs.message_ms, lambda: self._step(made))
                 return
             self.meter.streams -= 1
             self._slots.release(session, session.tokens - 1)
             self._stream_places.give_back()
-            self._event_loop.run(self._costs.message_ms, then)
+            self._agenda.after(self._costs.message_ms, then)
 
         return self._stream_places.take(with_place)
 
