@@ -18,7 +18,8 @@ class Costs:
     """Milliseconds of the cloud's model.
 
     verify_ms[m - 1]: a pass over m positions of one session. batch_ms[n - 1]: a decode step of n sessions together;
-    `verify_ms` where it wasn't measured. prefill_ms: a prompt token. message_ms: between a pass and the next that it leads to.
+    `verify_ms` where it wasn't measured. prefill_ms: a prompt token. message_ms: handling, between a pass and the next
+    that it leads to.
     """
 
     verify_ms: Sequence[float]
