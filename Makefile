@@ -9,7 +9,7 @@ FUZZ   ?= 50
 MARKS  ?= not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test run test check audit fuzz load bench lock clean
+.PHONY: help setup setup-test setup-train run test check audit fuzz load bench lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,8 +29,14 @@ $(VENV)/test.stamp: requirements/test.txt $(VENV)/runtime.stamp
 	$(BIN)/python -m pip install --progress-bar on --require-hashes -r requirements/test.txt
 	touch $@
 
+# Not locked: which build of PyTorch fits is the machine's affair.
+$(VENV)/train.stamp: $(VENV)/runtime.stamp
+	$(BIN)/python -m pip install --progress-bar on torch==2.13.0
+	touch $@
+
 setup: $(VENV)/runtime.stamp  ## the environment, from the locked dependencies
 setup-test: $(VENV)/test.stamp  ## the same with what the tests need
+setup-train: $(VENV)/train.stamp  ## the same with PyTorch, for `edge-agent distill`
 
 run: setup  ## fetch and build the model on the first start, then serve on HOST:PORT
 	exec $(BIN)/edge-agent serve --preset $(PRESET) --host $(HOST) --port $(PORT)

@@ -9,6 +9,7 @@ import typer
 
 from edge_agent.commands.bench import bench
 from edge_agent.commands.calibrate import calibrate
+from edge_agent.commands.distill import distill
 from edge_agent.commands.simulate import simulate
 from edge_agent.commands.sustain import sustain
 from edge_agent.config import EdgeSettings, Preset, load_settings
@@ -116,6 +117,9 @@ def chat(
 app.command(epilog="Example: edge-agent calibrate --preset laptop.")(calibrate)
 app.command(epilog="Example: edge-agent bench --preset tiny --repeats 5 --report bench.html.")(bench)
 app.command(epilog="Example: edge-agent sustain --minutes 10 --profile phone --plot sustain.png.")(sustain)
+app.command(
+    epilog="Example: edge-agent distill qwen2.5-coder-0.5b-instruct --output my-head --prompts my-prompts.jsonl."
+)(distill)
 app.command(epilog="Example: edge-agent simulate --curve policy.json --plot speedup.svg.")(simulate)
 
 

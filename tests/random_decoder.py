@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -51,7 +51,13 @@ def byte_vocabulary() -> TinyVocabulary:
 
 
 def write_random_decoder(
-    path: Path, shape: DecoderShape, *, kinds: Mapping[str, str] | None = None, seed: int = 0, skip: str = ""
+    path: Path,
+    shape: DecoderShape,
+    *,
+    kinds: Mapping[str, str] | None = None,
+    seed: int = 0,
+    skip: str = "",
+    chat_template: str | None = None,
 ) -> dict[str, Array]:
     """Write the file; returns its tensors' values as float64, in the row order of Hugging Face's checkpoints.
 
@@ -70,7 +76,7 @@ def write_random_decoder(
     writer.add_value_length(shape.head_size)
     writer.add_layer_norm_rms_eps(shape.epsilon)
     writer.add_rope_freq_base(shape.theta)
-    _add_tokenizer(writer, byte_vocabulary())
+    _add_tokenizer(writer, replace(byte_vocabulary(), chat_template=chat_template))
     tensors = {}
     for name, size in _sizes(shape).items():
         if name == skip:
