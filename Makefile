@@ -9,7 +9,7 @@ FUZZ   ?= 50
 MARKS  ?= not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test setup-train run test check audit fuzz load bench lock clean
+.PHONY: help setup setup-test setup-train setup-ray run test check audit fuzz load bench lock clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,10 @@ $(VENV)/test.stamp: requirements/test.txt $(VENV)/runtime.stamp
 	$(BIN)/python -m pip install --progress-bar on --require-hashes -r requirements/test.txt
 	touch $@
 
+$(VENV)/ray.stamp: requirements/ray.txt $(VENV)/runtime.stamp
+	$(BIN)/python -m pip install --progress-bar on --require-hashes -r requirements/ray.txt
+	touch $@
+
 # Not locked: which build of PyTorch fits is the machine's affair.
 $(VENV)/train.stamp: $(VENV)/runtime.stamp
 	$(BIN)/python -m pip install --progress-bar on torch==2.13.0
@@ -37,6 +41,7 @@ $(VENV)/train.stamp: $(VENV)/runtime.stamp
 setup: $(VENV)/runtime.stamp  ## the environment, from the locked dependencies
 setup-test: $(VENV)/test.stamp  ## the same with what the tests need
 setup-train: $(VENV)/train.stamp  ## the same with PyTorch, for `edge-agent distill`
+setup-ray: $(VENV)/ray.stamp  ## the same with Ray, for the cloud service on several machines
 
 run: setup  ## fetch and build the model on the first start, then serve on HOST:PORT
 	exec $(BIN)/edge-agent serve --preset $(PRESET) --host $(HOST) --port $(PORT)
@@ -67,6 +72,7 @@ lock: setup-test  ## resolve the dependencies anew into requirements/
 	printf "hatchling\neditables\n" | $(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-header -q -o requirements/build.txt -
 	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-header -q -o requirements/runtime.txt pyproject.toml
 	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-header -q -c requirements/runtime.txt --extra test -o requirements/test.txt pyproject.toml
+	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-header -q -c requirements/test.txt --extra ray -o requirements/ray.txt pyproject.toml
 
 clean:  ## remove the environment (models in the cache directory stay)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Path, Query, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.types import Receive, Scope, Send
 
 from cloud_service.admission import Admission
@@ -320,9 +320,14 @@ async def _ready(request: Request) -> JSONResponse:
 
 
 async def _metrics(request: Request) -> Response:
-    service = _service(request)
-    await service.look_at_fleet(request.app.state.tenants)
-    return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(await collect_metrics(request.app)), media_type=CONTENT_TYPE_LATEST)
+
+
+async def collect_metrics(app: FastAPI) -> CollectorRegistry:
+    """What this process counts, and the fleet as it is now."""
+    service: Service = app.state.service
+    await service.look_at_fleet(app.state.tenants)
+    return service.metrics.registry
 
 
 def _require_protocol(message: Message) -> None:

@@ -30,7 +30,7 @@ CONTEXT = 256
 NUM_SESSIONS = 16
 NUM_VERIFIED = NUM_SESSIONS // 2
 """Every second one; the others are streams."""
-NUM_TOKENS = 48
+NUM_TOKENS = 32
 THINGS = "rain bread sea bridge winter train salt moon river stone apple house light paper green music"
 PATIENT = CloudTimeouts(connect_s=10, read_s=120)
 
