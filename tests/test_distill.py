@@ -237,6 +237,7 @@ def test_training_lowers_the_loss_and_goes_on_from_its_checkpoint(
     target: Path, records: list[Record], tmp_path: Path
 ) -> None:
     plan = TrainingPlan(epochs=6, batch_positions=600, depth_weights=(1.0, 0.5), held_out=0.1, peak_rate=3e-3)
+    steps: list[float] = []
     whole = _trainer(target, records, plan)
     before = whole.evaluate()
     whole.train(tmp_path / "whole.pt", NullProgress())
@@ -253,6 +254,9 @@ def test_training_lowers_the_loss_and_goes_on_from_its_checkpoint(
     assert resumed.step == whole.step
     for name, parameter in whole.head.named_parameters():
         assert torch.allclose(parameter, dict(resumed.head.named_parameters())[name], atol=1e-5), name
+    fewer = _trainer(target, records[:30], plan)
+    fewer.train(tmp_path / "whole.pt", lambda _stage, done, _total: steps.append(done))
+    assert len(steps) == fewer.num_steps  # another training's checkpoint is left alone
 
 
 def test_two_workers_learn_from_a_batch_each(target: Path, records: list[Record], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import sha256
 from math import cos, pi
 from pathlib import Path
 from typing import Any, Final
@@ -86,11 +87,15 @@ class Trainer:
             weight_decay=plan.weight_decay,
             fused=True,
         )
+        self._identity = _identity(plan, records, head)
         self.step = 0
         self.num_steps = plan.epochs * self._steps_of_epoch(0)
 
     def train(self, checkpoint: Path, progress: ProgressListener, *, save_every: int = 50) -> None:
-        """All steps that are left after the checkpoint, if there is one; it is kept up to date."""
+        """All steps that are left after the checkpoint, which is kept up to date.
+
+        A checkpoint of another plan or other records is of no use: training begins anew.
+        """
         self._restore(checkpoint)
         steps = self._steps_of_epoch(0)
         with ThreadPoolExecutor(self.plan.num_workers) as pool:
@@ -156,13 +161,26 @@ class Trainer:
 
     def _save(self, path: Path) -> None:
         buffer = io.BytesIO()
-        state = {"step": self.step, "head": self.head.state_dict(), "optimizer": self._optimizer.state_dict()}
+        state = {
+            "identity": self._identity,
+            "step": self.step,
+            "head": self.head.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
         torch.save(state, buffer)
         write_atomically(path, buffer.getvalue())
 
     def _restore(self, path: Path) -> None:
-        if path.exists():
-            state: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
+        if not path.exists():
+            return
+        state: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
+        if state["identity"] == self._identity:
             self.head.load_state_dict(state["head"])
             self._optimizer.load_state_dict(state["optimizer"])
             self.step = int(state["step"])
+
+
+def _identity(plan: TrainingPlan, records: Sequence[Record], head: HeadModule) -> str:
+    """The same for two trainings that go the same way."""
+    seen = [plan, [(record.prompt_index, len(record.tokens)) for record in records], head.vocabulary.tolist()]
+    return sha256(repr(seen).encode()).hexdigest()
