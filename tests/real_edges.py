@@ -96,7 +96,7 @@ class RealEdges:
         for answer, reference in zip(answers, undisturbed, strict=True):
             assert len(answer.tokens) == NUM_TOKENS
             if answer.tokens != reference.tokens:
-                assert_the_models_own(self.model, answer.request.prompt, tuple(answer.tokens))
+                assert_the_models_own(self.model, answer.request.prompt, answer.tokens)
 
     def _request(self, number: int) -> GenerationRequest:
         """A list to go on counting: the model is sure of each token, and none stands for another."""

@@ -118,4 +118,4 @@ def test_of_two_replicas_with_one_session_one_advances_it(
             if replies[refused].json()["error"]["code"] == "claim_lost":
                 assert counted(refused)["souschef_cloud_sessions", ""] == 0
 
-        assert_the_models_own(edges.model, prompt, tuple(tokens[len(prompt) :]))
+        assert_the_models_own(edges.model, prompt, tokens[len(prompt) :])
