@@ -2,8 +2,8 @@
 
 The model and its text are real, and so are the times: c(m) as calibrated on this machine. Around them is a
 `SimulatedPhone` in a time of its own: every pass takes c(m) over the simulated clock, and heats the device for so long.
-What else this machine does meanwhile changes nothing. The cloud is the same target at a speed of its own, behind a round
-trip.
+What else this machine does meanwhile changes nothing. The cloud is the same target at a speed of its own, behind a
+round trip.
 """
 
 from __future__ import annotations
