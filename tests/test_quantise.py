@@ -109,9 +109,11 @@ def test_blocks_shrink_until_they_divide_the_row() -> None:
 
 def test_small_models_get_more_bits() -> None:
     scheme = scheme_named("mixed")
-    assert [scheme.for_size(size).name for size in (135_000_000, 494_000_000)] == ["q8", "q8-mixed"]
-    assert scheme.for_size(494_000_000).precision(TensorClass.QKV).bits == 8
-    assert scheme.for_size(1_500_000_000) is scheme
+    for measured, large in ((False, "mixed"), (True, "q4-mixed-128")):
+        sizes = (135_000_000, 494_000_000, 1_500_000_000)
+        chosen = [scheme.for_source(size, measured=measured) for size in sizes]
+        assert [one.name for one in chosen] == ["q8", "q8-mixed", large]
+        assert chosen[1].precision(TensorClass.QKV).bits == 8
     assert [is_sensitive(layer, 24) for layer in (0, 3, 5, 23)] == [True, False, True, True]
     with pytest.raises(ConfigError, match="q7"):
         scheme_named("q7")

@@ -33,7 +33,7 @@ from shared.models.quantise import Precision, QuantisedMatrix, carries_over, car
 from shared.models.scheme import Scheme, TensorClass, scheme_named
 from shared.models.whole_directory import whole_directory
 
-BUILDER_VERSION = 3
+BUILDER_VERSION = 4
 DEFAULT_CONTEXT = 8192
 CHUNK_ELEMENTS = 1 << 18
 SAME_MATRIX = 0.1  # relative difference under which an output matrix is a requantised copy of the embedding
@@ -120,10 +120,10 @@ def _build_into(
     progress("reading", 0.0)
     source = GgufSource(gguf_path)
     sha256 = source.sha256()
-    scheme = scheme.for_size(source.num_parameters)
+    known = importance or Importance.of_source(sha256)
+    scheme = scheme.for_source(source.num_parameters, measured=bool(known.squares))
     context = min(context_length or DEFAULT_CONTEXT, source.architecture.context_length)
     fingerprint = _write_tokenizer(gguf_path, working)
-    known = importance or Importance.of_source(sha256)
     quantiser = _Quantiser(source, scheme, known if scheme.weighted else Importance({}))
     onnx.save_model(_graph(working, quantiser, context, progress), working / MODEL_FILE)
     config = genai_config(source.architecture, context, *_special_ids(source, working))

@@ -38,10 +38,14 @@ class Scheme:
     num_ids: int | None = None  # how many of the vocabulary, the first ones, can be predicted; None for all
     weighted: bool = True  # by what is known of the importance of each input
     for_smaller: tuple[tuple[int, Scheme], ...] = ()  # (parameters, what a model of fewer gets instead), rising
+    for_measured: Scheme | None = None  # what a larger model gets whose inputs' importance is known
 
-    def for_size(self, num_parameters: int) -> Scheme:
-        """This scheme, or its counterpart for small models: they lose more by fewer bits, and cost less anyhow."""
-        return next((smaller for limit, smaller in self.for_smaller if num_parameters < limit), self)
+    def for_source(self, num_parameters: int, *, measured: bool) -> Scheme:
+        """This scheme, or its counterpart: small models lose more by fewer bits, and cost less anyhow; one whose
+        rounding errors can be weighed loses less by larger blocks.
+        """
+        known = self.for_measured if measured else None
+        return next((smaller for limit, smaller in self.for_smaller if num_parameters < limit), known or self)
 
     def precision(self, tensor: TensorClass, layer: int = 0, num_layers: int = 1) -> Precision:
         """How this tensor class is stored in this layer."""
@@ -66,9 +70,11 @@ def schemes() -> dict[str, Scheme]:
     eight, four = Precision(8, 128, True), Precision(4, 64, False)
     mixed_eight = dict.fromkeys(TensorClass, eight) | {TensorClass.GATE_UP: four}
     mixed = dict.fromkeys(TensorClass, four) | {TensorClass.VOCABULARY: eight}
+    coarser = dict.fromkeys(TensorClass, Precision(4, 128, False)) | {TensorClass.VOCABULARY: eight}
     # Not weighted, so that it stays what draft heads were trained on.
     q8_mixed = Scheme("q8-mixed", 4, mixed_eight, weighted=False)
     down_and_qkv = {TensorClass.FFN_DOWN: eight, TensorClass.QKV: eight}
+    q4_mixed_128 = Scheme("q4-mixed-128", 4, coarser, down_and_qkv)
     q8 = _uniform("q8", eight, eight)
     smaller = ((300_000_000, q8), (1_000_000_000, q8_mixed))
     made = (
@@ -80,7 +86,8 @@ def schemes() -> dict[str, Scheme]:
         q8_mixed,
         Scheme("q8-half", 4, mixed_eight, {TensorClass.GATE_UP: eight}, weighted=False),
         Scheme("q4-mixed", 4, mixed, down_and_qkv),
-        Scheme("mixed", 4, mixed, down_and_qkv, for_smaller=smaller),
+        q4_mixed_128,
+        Scheme("mixed", 4, mixed, down_and_qkv, for_smaller=smaller, for_measured=q4_mixed_128),
     )
     return {scheme.name: scheme for scheme in made}
 
