@@ -301,6 +301,7 @@ def _trainer(target: Path, records: list[Record], plan: TrainingPlan) -> Trainer
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_distill_makes_a_head_that_drafts_from_nothing(smollm2_directory: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"category": "chat", "turns": ["Tell me about the sea."]}\n')
