@@ -42,6 +42,10 @@ LOOK_EVERY = 4
 
 VALUE_ROUNDS = 16.0
 
+TRIAL_SHARE = 0.1
+"""A costly drafter is tried, its catching up included, for at most this share of what the answer has taken so far: a
+short answer pays for no trial, whatever the accounts hold."""
+
 TOKENS_A_ROUND = 2.0
 """What a round with a draft is taken to commit, where a gain over the rest of an answer is reckoned."""
 
@@ -85,6 +89,7 @@ class DraftAdvisor:
         self._since_look = 0
         self._decoded = VALUE_ROUNDS / 2
         self._committed = VALUE_ROUNDS / 2
+        self._spent = 0.0
         self._curve = CostCurve((1.0,))
         self._limits: dict[str, int] = {}
         self._promises: dict[str, float] = {}
@@ -171,6 +176,7 @@ class DraftAdvisor:
         """A round is over. share: of its time, for trying things out."""
         self._since_look += 1
         cost = round.verify_cost + sum(round.draft_costs.values())
+        self._spent += cost
         keep = 1.0 - 1.0 / VALUE_ROUNDS
         self._decoded = self._decoded * keep + cost
         self._committed = self._committed * keep + round.accepted + 1
@@ -219,10 +225,12 @@ class DraftAdvisor:
 
     def _may_try(self, drafter: str, prospect: Prospect) -> bool:
         account, loss = self._accounts[drafter], self._loss(drafter, 1)
+        whole = loss + prospect.catch_up.get(drafter, 0.0)
         return (
             account.may_try
             and account.rounds.credit >= loss
-            and account.starts.credit >= loss + prospect.catch_up.get(drafter, 0.0)
+            and account.starts.credit >= whole
+            and self._spent * TRIAL_SHARE >= whole
         )
 
     def _loss(self, drafter: str, length: int) -> float:

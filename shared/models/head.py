@@ -255,7 +255,7 @@ def open_head(directory: Path, *, target: Path | None = None) -> HeadDirectory:
 def is_head(directory: Path) -> bool:
     """Whether the directory says that it holds a draft head."""
     try:
-        return json.loads((directory / MANIFEST_FILE).read_bytes()).get("role") == "head"
+        return bool(json.loads((directory / MANIFEST_FILE).read_bytes()).get("role") == "head")
     except (OSError, ValueError, AttributeError):
         return False
 
