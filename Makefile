@@ -6,7 +6,7 @@ HOST   ?= 127.0.0.1
 PORT   ?= 8080
 PRESET ?= small
 FUZZ   ?= 50
-MARKS  ?= not slow
+MARKS  ?= not slow and not quiet
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test setup-train setup-ray run test check audit fuzz load bench lock clean
@@ -46,7 +46,7 @@ setup-ray: $(VENV)/ray.stamp  ## the same with Ray, for the cloud service on sev
 run: setup  ## fetch and build the model on the first start, then serve on HOST:PORT
 	exec $(BIN)/edge-agent serve --preset $(PRESET) --host $(HOST) --port $(PORT)
 
-test: setup-test  ## the tests, without the slowest (MARKS= for all of them)
+test: setup-test  ## the tests, without the slowest (MARKS="not quiet" for those too)
 	$(BIN)/python -m pytest -m "$(MARKS)" $(PYTEST_ARGS)
 
 check: setup-test  ## ruff, mypy

@@ -1,7 +1,8 @@
 """The capacity simulation against a real service with a real model: 8 clients, as streams and as rounds with drafts.
 
 Costs are measured in this process, one client's overhead and 8 clients' speed at the service, in turns, so that a slow
-spell of the machine falls on all. Only ratios are judged, by their median.
+spell of the machine falls on all. Only ratios are judged, by their median; still, on a machine that does something else
+they tell of that, so neither `make test` nor continuous integration runs this: `make test MARKS=quiet`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.processes import serving
 
 logger = logging.getLogger(__name__)
 
-pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.quiet, pytest.mark.timeout(900)]
 
 NUM_CLIENTS = 8
 NUM_TOKENS = 40
