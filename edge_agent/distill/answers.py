@@ -84,7 +84,7 @@ class AnswerQueue:
             answered.add(record.prompt_index)
             self._done += record.num_answer_tokens
         left = [prompt for prompt in prompts if prompt.index not in answered]
-        self._classes = [iter(prompts) for prompts in by_length(left, -(-limits.num_rows // SPAN_ROWS))]
+        self._classes = [iter(prompts) for prompts in by_length(left, max(1, limits.num_rows // SPAN_ROWS))]
         self._num_prompts, self._num_left = len(prompts), len(left)
         self._folder, self._limits, self._progress = folder, limits, progress
         self._held: list[Record] = []
@@ -98,9 +98,12 @@ class AnswerQueue:
         return self._is_stopped or (wanted is not None and self._done >= wanted)
 
     def take(self, length_class: int) -> Prompt | None:
-        """The next prompt of this class, None when there is no need of another."""
+        """The next prompt of this class, or of the nearest that has one; None when there is no need of another."""
+        nearest = sorted(range(len(self._classes)), key=lambda other: abs(other - length_class))
         with self._lock:
-            return None if self.is_finished else next(self._classes[length_class], None)
+            if self.is_finished:
+                return None
+            return next((prompt for other in nearest for prompt in self._classes[other]), None)
 
     def add(self, record: Record) -> None:
         """Keep a finished conversation; writes a shard when enough are there."""

@@ -42,7 +42,7 @@ def plot_curve(path: Path, points: Sequence[CurvePoint], title: str) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size / 1000:,.0f}k"))
     axes.set_xlabel("answer tokens trained on")
-    axes.set_ylabel("acceptance on answers held out")
+    axes.set_ylabel("acceptance")
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, title="dotted: a line over log(tokens)")

@@ -174,7 +174,7 @@ class Trainer:
         if not path.exists():
             return
         state: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
-        if state["identity"] == self._identity:
+        if state.get("identity") == self._identity:
             self.head.load_state_dict(state["head"])
             self._optimizer.load_state_dict(state["optimizer"])
             self.step = int(state["step"])
