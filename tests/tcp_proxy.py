@@ -45,6 +45,9 @@ async def _listening(handle: Callable[..., Awaitable[None]]) -> AsyncIterator[in
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
+        # What was accepted a moment ago is still on its way to `serve`; a loop that ended now would leave it open.
+        for _ in range(5):
+            await asyncio.sleep(0)
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
