@@ -128,7 +128,9 @@ class Distillation:
         device, spec, plan = self._machine.device, self.spec, self.recipe.plan
         learned = [record for record in records if not is_held_out(record, plan.held_out)]
         if not learned or len(learned) == len(records):
-            raise ConfigError(f"{len(records)} answers are too few to train on some and hold others out: choose more --answer-tokens")
+            raise ConfigError(
+                f"{len(records)} answers are too few to train on some and hold others out: choose more --answer-tokens"
+            )
         vocabulary = trim_vocabulary(learned, spec.vocab_size, self.recipe.max_ids)
         self._progress("making a head of the target's last layer", 0, 0)
         trainer = Trainer(
