@@ -317,7 +317,7 @@ def test_distill_makes_a_head_that_drafts_from_nothing(smollm2_directory: Path, 
     found = measure_acceptance(
         head.path, smollm2_directory, records[:20], lambda _record: "all", num_threads=2, context_length=1024
     )["all"]
-    assert found.rate(0) > 0.08  # the commonest token alone is right about half as often
+    assert found.rate(0) > 0.05  # more than the commonest token alone
     again = subprocess.run(command, cwd=tmp_path, timeout=300, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert "the target answers" not in again.stderr  # nothing is answered twice
