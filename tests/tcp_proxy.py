@@ -84,11 +84,12 @@ class TcpProxy:
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # Before anything is waited for: who cancels this task may do so a second time.
+            up_writer.transport.abort()
+            self._writers -= {writer, up_writer}
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            up_writer.transport.abort()
-            self._writers -= {writer, up_writer}
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
