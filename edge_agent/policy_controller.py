@@ -286,6 +286,7 @@ class PolicyController:
         engine = self._engine
         if self._wishes.execution is Execution.ONLY_CLOUD:
             raise CloudUnavailableError("the cloud verifier can't be reached and the request forbids the device")
+        self._proposed.clear()  # They were for the cloud; the round that is made here has drafts of its own.
         now = self._cloud_failed_at = engine.clock()
         decision, engine.memory = decide(self._inputs(state, now), engine.thresholds, engine.memory, now)
         decision = Decision(decision.mode, decision.gamma, Reason.CLOUD_UNAVAILABLE, decision.pace_s)

@@ -408,3 +408,15 @@ def test_a_costly_drafter_is_asked_only_where_it_promises_more_than_a_draft_that
     unsure, sure = Draft((5,), "ngram", (), (0.2,)), Draft((5,) * 4, "ngram", (), (0.95,) * 4)
     assert controller.gain(unsure) < controller.promise("model") < controller.gain(sure)
     assert controller.promise("ngram") > controller.gain(sure)
+
+
+def test_what_was_drafted_for_a_cloud_that_failed_is_not_charged_to_the_device() -> None:
+    """The device's own target drafts for the cloud; on the device that drafter has no account."""
+    engine = PolicyEngine(CostModel(CATCH_UP_CURVE), PRESETS[Preset.SERVER], cloud_drafters=("ngram", "model"))
+    controller = engine.open(REQUEST)
+    controller.decide(state())
+    controller._proposed.append(SURE)
+    decision = controller.cloud_failed(state())
+    event = TokenEvent(len(REQUEST.prompt), 5, Origin.TARGET)
+    controller.observe(state(), Round(0, decision, Draft(), 0, 5, (event,), draft_s=0.0, verify_s=0.05))
+    assert "model" not in engine.ledger.accounts
