@@ -272,7 +272,6 @@ class PolicyController:
         else:
             self._advisor.window.add(round.draft, round.accepted)
             self._learn_drafts(round.draft_s)
-        self._proposed.clear()
         self._last = round.decision
         if round.finish_reason is not None:
             engine.learn_length(state.num_generated + len(round.tokens))
@@ -286,7 +285,6 @@ class PolicyController:
         engine = self._engine
         if self._wishes.execution is Execution.ONLY_CLOUD:
             raise CloudUnavailableError("the cloud verifier can't be reached and the request forbids the device")
-        self._proposed.clear()  # They were for the cloud; the round that is made here has drafts of its own.
         now = self._cloud_failed_at = engine.clock()
         decision, engine.memory = decide(self._inputs(state, now), engine.thresholds, engine.memory, now)
         decision = Decision(decision.mode, decision.gamma, Reason.CLOUD_UNAVAILABLE, decision.pace_s)
@@ -349,6 +347,7 @@ class PolicyController:
         return self._current is not None and self._current.mode is Mode.CLOUD_VERIFY
 
     def _note(self, state: RoundState, decision: Decision, now: float) -> None:
+        self._proposed.clear()  # Other orders, other drafts: those for a cloud that failed aren't the device's.
         last, self._current = self._last, decision
         if last is None or (last.mode, last.gamma, last.reason) != (decision.mode, decision.gamma, decision.reason):
             self._engine.decisions.append(NotedDecision(now, self._request_id, state.round, decision))

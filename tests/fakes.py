@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 
 from shared.causal_lm import Logits
 from shared.draft_head import HeadOutput
 from shared.errors import ContextLengthError
+from shared.inference_thread import InferenceThread
 
 
 class TableLM:
@@ -103,3 +105,13 @@ class TableHead:
     def truncate(self, length: int) -> None:
         assert 0 <= length <= len(self.tokens)
         del self.tokens[length:]
+
+
+@asynccontextmanager
+async def inference() -> AsyncIterator[InferenceThread]:
+    """A thread for models, stopped when the block ends."""
+    thread = InferenceThread()
+    try:
+        yield thread
+    finally:
+        thread.stop()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -22,22 +21,12 @@ from edge_agent.round import FinishReason, Round
 from edge_agent.session import Session
 from edge_agent.verifier import LocalVerifier
 from shared.grammar import GrammarCompiler
-from shared.inference_thread import InferenceThread
 from shared.sampling import AcceptanceRule, Sampler, SamplingParams
-from tests.fakes import TableHead, TableLM
+from tests.fakes import TableHead, TableLM, inference
 from tests.toy_engine import byte_tokenizer
 
 PROMPT = (1, 2, 3, 1, 2)
 VOCAB = 16
-
-
-@asynccontextmanager
-async def inference() -> AsyncIterator[InferenceThread]:
-    thread = InferenceThread()
-    try:
-        yield thread
-    finally:
-        thread.stop()
 
 
 class Gammas(FixedController):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,7 @@ from edge_agent.verifier import LocalVerifier
 from shared.acceptance import Draft
 from shared.inference_thread import InferenceThread
 from shared.sampling import AcceptanceRule, Sampler, SamplingParams
-from tests.fakes import TableHead, TableLM
+from tests.fakes import TableHead, TableLM, inference
 
 PROMPT = (1, 2, 3, 1, 2)
 DrafterMaker = Callable[[TableLM, InferenceThread], Drafter]
@@ -58,15 +57,6 @@ DRAFTERS: dict[str, DrafterMaker] = {
         [NgramDrafter(), HeadDrafter(TableHead(target), target, thread)]
     ),
 }
-
-
-@asynccontextmanager
-async def inference() -> AsyncIterator[InferenceThread]:
-    thread = InferenceThread()
-    try:
-        yield thread
-    finally:
-        thread.stop()
 
 
 async def answer(
