@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from shared.models.head import HEAD_PRECISION, HeadSpec, HeadWeights
-from shared.models.quantise import Precision, dequantise, quantise
+from shared.models.head import HEAD_PRECISION, PROJECTION_PRECISION, HeadSpec, HeadWeights
+from shared.models.quantise import dequantise, quantise
 
 Array = np.ndarray
 
@@ -26,15 +26,16 @@ def random_head(spec: HeadSpec, *, ffn_size: int = 96, num_ids: int = 64, seed: 
     return HeadWeights(**arrays)
 
 
-def as_stored(weights: HeadWeights, precision: Precision = HEAD_PRECISION) -> HeadWeights:
+def as_stored(weights: HeadWeights) -> HeadWeights:
     """The weights after a pass through quantisation."""
-    matrices = {
-        field.name: getattr(weights, field.name) for field in fields(weights) if getattr(weights, field.name).ndim == 2
-    }
-    return replace(
-        weights,
-        **{name: dequantise(quantise(matrix, precision.fitted(matrix.shape[1]))) for name, matrix in matrices.items()},
-    )
+
+    def stored(name: str) -> Array:
+        matrix = getattr(weights, name)
+        precision = PROJECTION_PRECISION if name == "lm_head" else HEAD_PRECISION
+        return dequantise(quantise(matrix, precision.fitted(matrix.shape[1])))
+
+    matrices = [field.name for field in fields(weights) if getattr(weights, field.name).ndim == 2]
+    return replace(weights, **{name: stored(name) for name in matrices})
 
 
 def reference_head(weights: HeadWeights, spec: HeadSpec, embeddings: Array, features: Array) -> tuple[Array, Array]:

@@ -22,16 +22,19 @@ from edge_agent.distill.answers import AnswerLimits, answer_prompts, is_stuck
 from edge_agent.distill.distillation_loss import agreement, loss_slopes
 from edge_agent.distill.evaluation import measure_acceptance
 from edge_agent.distill.head_module import HeadModule
-from edge_agent.distill.initial_head import initial_head
+from edge_agent.distill.initial_head import continued_head, initial_head
 from edge_agent.distill.prompts import Prompt
+from edge_agent.distill.rounding import rounded, rounded_matrices
 from edge_agent.distill.shards import Record, ShardFolder
 from edge_agent.distill.torch_target import TorchTarget
 from edge_agent.distill.trainer import Trainer, TrainingPlan
 from edge_agent.distill.training_data import batches, is_held_out, to_batch
 from edge_agent.distill.trimmed_vocabulary import trim_vocabulary
+from shared.errors import ModelError
 from shared.models.build import build_model
-from shared.models.head import HeadSpec, open_head, write_head
+from shared.models.head import HEAD_PRECISION, HeadSpec, open_head, write_head
 from shared.models.progress import NullProgress
+from shared.models.quantise import dequantise, quantise
 from shared.models.target_embedding import TargetEmbedding
 from shared.onnx_head import OnnxHead
 from shared.onnx_lm import OnnxModel
@@ -257,6 +260,46 @@ def test_training_lowers_the_loss_and_goes_on_from_its_checkpoint(
     fewer = _trainer(target, records[:30], plan)
     fewer.train(tmp_path / "whole.pt", lambda _stage, done, _total: steps.append(done))
     assert len(steps) == fewer.num_steps  # another training's checkpoint is left alone
+
+
+def test_rounded_weights_are_stored_without_loss() -> None:
+    weights = torch.randn(24, 96, generator=torch.Generator().manual_seed(2))
+    weights[0] = 0
+    weights[1] = weights[1].abs()  # a range that begins at zero
+    found = rounded(weights, HEAD_PRECISION)
+    assert len(torch.unique(found[5, :32])) <= 16
+    assert 0 < float((found - weights).abs().max()) < 0.6 * float(weights.max() - weights.min()) / 15
+    stored = dequantise(quantise(found.numpy(), HEAD_PRECISION))
+    np.testing.assert_allclose(stored, found.numpy(), atol=1e-6)
+
+
+def test_matrices_are_rounded_only_within(target: Path, records: list[Record]) -> None:
+    trainer = _trainer(target, records, TrainingPlan(held_out=0.1))
+    before = {name: parameter.clone() for name, parameter in trainer.head.named_parameters()}
+    with pytest.raises(KeyboardInterrupt), rounded_matrices(trainer.head, HEAD_PRECISION):
+        within = {name: parameter.clone() for name, parameter in trainer.head.named_parameters()}
+        raise KeyboardInterrupt
+    for name, parameter in trainer.head.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+        is_rounded = parameter.requires_grad and parameter.dim() > 1
+        assert torch.equal(within[name], before[name]) != is_rounded, name
+
+
+def test_a_head_is_trained_further(target: Path, records: list[Record], tmp_path: Path) -> None:
+    """From what it learned, with other ids; a head of another target is refused."""
+    plan = TrainingPlan(epochs=6, batch_positions=600, held_out=0.1, peak_rate=3e-3)
+    trainer = _trainer(target, records, plan)
+    untrained = trainer.evaluate()
+    trainer.train(tmp_path / "first.pt", NullProgress())
+    write_head(tmp_path / "head", trainer.head.weights(), trainer.head.spec)
+    fewer = trim_vocabulary(records, trainer.head.spec.vocab_size, 150)
+    further = HeadModule(continued_head(target, tmp_path / "head", fewer.ids), trainer.head.spec)
+    assert further.lm_head.shape[0] == 150
+    found = Trainer(further, TargetEmbedding(target), records, plan, seed=1, device=CPU).evaluate()
+    assert found.loss < (untrained.loss + trainer.evaluate().loss) / 2
+    other = _built(tmp_path, "llama")
+    with pytest.raises(ModelError):
+        continued_head(other, tmp_path / "head", fewer.ids)
 
 
 def test_two_workers_learn_from_a_batch_each(target: Path, records: list[Record], tmp_path: Path) -> None:

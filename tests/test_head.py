@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 from shared.errors import ModelFileError, TokenizerMismatchError, UnsupportedModelError
 from shared.models.build import build_model
 from shared.models.directory import MANIFEST_FILE, Manifest, open_model_directory
-from shared.models.head import HeadSpec, HeadWeights, open_head, write_head
+from shared.models.head import HeadSpec, HeadWeights, open_head, read_head_weights, write_head
 from shared.models.target_embedding import TargetEmbedding
 from tests.random_decoder import DecoderShape, write_random_decoder
 from tests.random_head import as_stored, random_head, reference_head
@@ -151,6 +151,12 @@ def test_a_damaged_head_is_named(built: Built, tmp_path: Path, name: str) -> Non
     file.unlink()
     with pytest.raises(ModelFileError, match=name.replace(".", r"\.")):
         open_head(tmp_path / "head")
+
+
+def test_what_was_written_is_read_back(built: Built) -> None:
+    read, stored = read_head_weights(open_head(built.head)), as_stored(built.weights)
+    for field in fields(HeadWeights):
+        np.testing.assert_array_equal(getattr(read, field.name), getattr(stored, field.name), field.name)
 
 
 def test_a_target_is_no_head(built: Built) -> None:

@@ -25,12 +25,22 @@ def distill(
         Path | None, typer.Option(help="where the work is kept, to go on from; in the models' cache by default")
     ] = None,
     answer_tokens: Annotated[int, typer.Option(min=1000, help="tokens that the target answers to train on")] = 500_000,
-    max_ids: Annotated[int, typer.Option(min=64, help="most ids that the head can propose")] = 16_384,
+    max_ids: Annotated[int, typer.Option(min=64, help="most ids that the head can propose")] = 23_552,
     epochs: Annotated[int, typer.Option(min=1, help="times that training sees every answer")] = 3,
     rate: Annotated[float, typer.Option(min=1e-6, max=1.0, help="highest learning rate")] = 3e-4,
+    start_from: Annotated[
+        Path | None, typer.Option(help="a head of this target to train further", metavar="HEAD")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of prompts, sampling and training")] = 1,
     prompts: Annotated[
         Path | None, typer.Option(help="file to measure acceptance on: an object a line with category and turns")
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder of your own texts, of the kind that your users send: plain .txt files, a passage a paragraph "
+            "or a line. Prompts are made of them beside ours"
+        ),
     ] = None,
     curve: Annotated[
         Path | None,
@@ -49,7 +59,7 @@ def distill(
     from edge_agent.distill.curve_plot import extrapolate, plot_curve
     from edge_agent.distill.evaluation import measure_cost
     from edge_agent.distill.recipe import Distillation, Machine, Recipe
-    from edge_agent.distill.shipped_text import TextRoots
+    from edge_agent.distill.shipped_text import TextRoots, own_pools
     from edge_agent.distill.trainer import TrainingPlan
     from edge_agent.speedup_plot import check_plot_path
     from shared.cpus import usable_cpus
@@ -59,15 +69,16 @@ def distill(
 
     if curve is not None:
         check_plot_path(curve)
+    own = own_pools(texts, seed) if texts is not None else None
     cache, console = ModelCache(cache_dir), Console()
     num_threads = threads or usable_cpus()
     plan = TrainingPlan(epochs=epochs, peak_rate=rate)
-    recipe = Recipe(num_answer_tokens=answer_tokens, max_ids=max_ids, seed=seed, plan=plan)
+    recipe = Recipe(num_answer_tokens=answer_tokens, max_ids=max_ids, seed=seed, plan=plan, start_from=start_from)
     with RichProgress() as progress:
         path = pull(target, cache, progress=progress)
         kept = folder or cache.root / "distill" / path.name
         run = Distillation(path, kept, recipe, Machine.here(num_threads), progress)
-        records = run.answer(run.compose_prompts(TextRoots()))
+        records = run.answer(run.compose_prompts(TextRoots(), own))
         trained = run.train(records)
         manifest = run.export(trained, output)
         found = run.evaluate(output, prompts, num_threads) if prompts is not None else {}

@@ -1,8 +1,9 @@
-"""A head to begin with, made of the target: its last layer and its vocabulary's rows, in the space of its features."""
+"""A head to begin with: made of the target (its last layer and its vocabulary's rows), or a trained one to go on from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,7 @@ import torch
 from edge_agent.distill.shards import Record
 from edge_agent.distill.torch_target import TargetWeights
 from shared.models.gguf_source import FloatArray
-from shared.models.head import HeadSpec, HeadWeights
+from shared.models.head import HeadSpec, HeadWeights, open_head, read_head_weights
 from shared.models.target_embedding import TargetEmbedding
 
 FIT_POSITIONS: Final = 40_000
@@ -61,6 +62,18 @@ def initial_head(
         lm_head=_array(target.lm_head())[vocabulary],
         vocabulary=vocabulary,
     )
+
+
+def continued_head(directory: Path, head: Path, vocabulary: npt.NDArray[np.int32]) -> HeadWeights:
+    """A head that was trained for this target, with these ids to propose from now on.
+
+    Raises:
+        ModelFileError: the head isn't whole.
+        TokenizerMismatchError, UnsupportedModelError: it was trained for another target.
+    """
+    trained = read_head_weights(open_head(head, target=directory))
+    rows = _array(TargetWeights(directory, torch.device("cpu"), torch.float32).lm_head())[vocabulary]
+    return replace(trained, lm_head=rows, vocabulary=vocabulary)
 
 
 def _array(tensor: torch.Tensor) -> FloatArray:

@@ -5,18 +5,20 @@ In the working folder: prompts.jsonl, answers/ (shards), training.pt (the latest
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from edge_agent.distill.answers import AnswerLimits, answer_prompts
 from edge_agent.distill.curve_plot import CurvePoint
 from edge_agent.distill.evaluation import Acceptance, measure_acceptance, read_prompts
 from edge_agent.distill.head_module import HeadModule
-from edge_agent.distill.initial_head import initial_head
+from edge_agent.distill.initial_head import continued_head, initial_head
 from edge_agent.distill.prompts import Prompt, PromptBook
 from edge_agent.distill.shards import Record, ShardFolder
 from edge_agent.distill.shipped_text import TextRoots, shipped_pools
@@ -49,9 +51,11 @@ class Recipe:
     context_length: int = 1024
     sampled_share: float = 0.15
     """Part of the prompts that are answered by chance, at temperature 0.7, instead of greedily."""
-    max_ids: int = 16_384
+    max_ids: int = 23_552
     seed: int = 1
     plan: TrainingPlan = field(default_factory=TrainingPlan)
+    start_from: Path | None = None
+    """A head's directory to train further; by default a head is made of the target's last layer."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,13 @@ class Distillation:
         self.recipe = recipe
         self._target, self._folder, self._machine, self._progress = target, folder, machine, progress
 
-    def compose_prompts(self, roots: TextRoots) -> list[Prompt]:
-        """The prompts, composed once and then read again."""
+    def compose_prompts(self, roots: TextRoots, own: Mapping[str, Sequence[str]] | None = None) -> list[Prompt]:
+        """The prompts, composed once and then read again. own: pools beside those that the machine ships."""
         file = self._folder / "prompts.jsonl"
         if not file.exists():
             self._progress("composing prompts", 0, 0)
             recipe = self.recipe
-            book = PromptBook.load(shipped_pools(roots, recipe.seed))
+            book = PromptBook.load({**shipped_pools(roots, recipe.seed), **(own or {})})
             count = max(64, recipe.num_answer_tokens // TOKENS_A_PROMPT)
             made = book.compose(count, recipe.seed, recipe.sampled_share)
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -124,6 +128,7 @@ class Distillation:
 
         Raises:
             ConfigError: too few records.
+            ModelFileError, TokenizerMismatchError, UnsupportedModelError: the head to start from can't be used.
         """
         device, spec, plan = self._machine.device, self.spec, self.recipe.plan
         learned = [record for record in records if not is_held_out(record, plan.held_out)]
@@ -132,9 +137,8 @@ class Distillation:
                 f"{len(records)} answers are too few to train on some and hold others out: choose more --answer-tokens"
             )
         vocabulary = trim_vocabulary(learned, spec.vocab_size, self.recipe.max_ids)
-        self._progress("making a head of the target's last layer", 0, 0)
         trainer = Trainer(
-            HeadModule(initial_head(self._target, spec, vocabulary.ids, learned), spec),
+            HeadModule(self._first_weights(vocabulary.ids, learned), spec),
             TargetEmbedding(self._target),
             records,
             replace(plan, num_workers=self._machine.num_workers),
@@ -179,6 +183,12 @@ class Distillation:
             trained = self.train([*learned[: len(learned) // part], *held_out], f"training-{part}")
             points.append(CurvePoint(trained.num_answer_tokens, trained.report.acceptance))
         return [*points, CurvePoint(whole.num_answer_tokens, whole.report.acceptance)]
+
+    def _first_weights(self, ids: npt.NDArray[np.int32], learned: Sequence[Record]) -> HeadWeights:
+        if self.recipe.start_from is not None:
+            return continued_head(self._target, self.recipe.start_from, ids)
+        self._progress("making a head of the target's last layer", 0, 0)
+        return initial_head(self._target, self.spec, ids, learned)
 
     def _answered(
         self, prompts: Sequence[Prompt], folder: ShardFolder, limits: AnswerLimits, context_length: int

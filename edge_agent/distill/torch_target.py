@@ -19,7 +19,6 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from shared.errors import UnsupportedModelError
 from shared.models.blocks import ROTARY_COSINES, ROTARY_SINES
 from shared.models.directory import MODEL_FILE, open_model_directory
-from shared.models.quantise import Precision, QuantisedMatrix, dequantise
 from shared.models.stored_graph import StoredGraph
 from shared.models.target_embedding import TargetEmbedding
 
@@ -88,24 +87,8 @@ class TargetWeights:
 
     def matrix(self, name: str, node: str | None = None) -> Tensor:
         """A matrix [rows, columns]; `node`: the product that uses it, when that has another name."""
-        bits, block, columns = (self._graph.attribute(node or name, key) for key in ("bits", "block_size", "K"))
-        zeros = self._graph.array(f"{name}.zeros") if self._graph.has(f"{name}.zeros") else None
-        codes, scales = self._graph.array(f"{name}.codes"), self._graph.array(f"{name}.scales")
-        precision = Precision(bits, block, zeros is None)
-        rows = 1 << 14  # at a time: a vocabulary in float32 would take half a gigabyte
-        parts = [
-            dequantise(
-                QuantisedMatrix(
-                    precision,
-                    columns,
-                    codes[first : first + rows],
-                    scales[first : first + rows],
-                    None if zeros is None else zeros[first : first + rows],
-                )
-            )
-            for first in range(0, len(codes), rows)
-        ]
-        return torch.cat([torch.from_numpy(part).to(self.dtype) for part in parts]).to(self.device)
+        parts = [torch.from_numpy(part).to(self.dtype) for part in self._graph.rows(name, node)]
+        return torch.cat(parts).to(self.device)
 
     def lm_head(self) -> Tensor:
         """The vocabulary projection [V, H]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from math import cos, pi
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from edge_agent.distill.distillation_loss import agreement, loss_slopes
 from edge_agent.distill.head_module import HeadBatch, HeadModule
+from edge_agent.distill.rounding import rounded_matrices
 from edge_agent.distill.shards import Record
 from edge_agent.distill.training_data import batches, is_held_out, to_batch
 from shared.models.cache import write_atomically
+from shared.models.head import HEAD_PRECISION
 from shared.models.progress import ProgressListener
 from shared.models.target_embedding import TargetEmbedding
 
@@ -40,6 +43,8 @@ class TrainingPlan:
     """Padded positions of one batch."""
     prompt_share: float = 0.0
     """Part of the conversations whose prompts are learned from too."""
+    rounded_share: float = 0.4
+    """Part of all steps, the last ones, whose gradients are those of the weights as export rounds them."""
     held_out: float = 0.03
     num_workers: int = 1
     """Threads; each computes a batch for every step."""
@@ -109,7 +114,10 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Report:
-        """Loss and acceptance on the records that are held out, as they were answered (by greedy or by chance)."""
+        """Loss and acceptance on the records that are held out, as they were answered (by greedy or by chance).
+
+        Of the weights as they are, not as they are stored.
+        """
         loss, accepted, reached = 0.0, np.zeros(REPORTED_DEPTH), np.zeros(REPORTED_DEPTH)
         for records in batches(self.held_out, self.plan.batch_positions, np.random.default_rng(0)):
             batch = to_batch(records, [False] * len(records), self._embedding, self._device)
@@ -133,7 +141,9 @@ class Trainer:
     def _learn(self, group: Sequence[Sequence[Record]], pool: ThreadPoolExecutor) -> None:
         random = np.random.default_rng([self._seed, self.step, 1])
         wholes = [(random.random(len(records)) < self.plan.prompt_share).tolist() for records in group]
-        computed = list(pool.map(self._gradients, group, wholes))
+        is_rounded = self.step >= (1 - self.plan.rounded_share) * self.num_steps
+        with rounded_matrices(self.head, HEAD_PRECISION) if is_rounded else nullcontext():
+            computed = list(pool.map(self._gradients, group, wholes))
         for parameter, *gradients in zip(self._trained, *computed, strict=True):
             parameter.grad = torch.stack(gradients).mean(0) if len(gradients) > 1 else gradients[0]
         torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
@@ -183,4 +193,5 @@ class Trainer:
 def _identity(plan: TrainingPlan, records: Sequence[Record], head: HeadModule) -> str:
     """The same for two trainings that go the same way."""
     seen = [plan, [(record.prompt_index, len(record.tokens)) for record in records], head.vocabulary.tolist()]
-    return sha256(repr(seen).encode()).hexdigest()
+    start = head.fusion.detach().cpu().numpy().tobytes()
+    return sha256(repr(seen).encode() + start).hexdigest()

@@ -36,6 +36,8 @@ from shared.models.whole_directory import whole_directory
 VOCABULARY_FILE = "vocabulary.npy"
 HEAD_BUILDER_VERSION = 1
 HEAD_PRECISION = Precision(4, 32, False)
+PROJECTION_PRECISION = Precision(4, 64, False)
+"""Of the rows of the vocabulary, which nothing trains: smaller, so that there may be more of them."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ def write_head(
     spec: HeadSpec,
     *,
     precision: Precision = HEAD_PRECISION,
+    projection: Precision = PROJECTION_PRECISION,
     accuracy_level: int = 4,
 ) -> HeadManifest:
     """Quantise the matrices and write the directory; it appears, or is replaced, only when it is complete.
@@ -213,7 +216,7 @@ def write_head(
         np.save(working / VOCABULARY_FILE, weights.vocabulary.astype(np.int32))
         data = ExternalData(working / DATA_FILE)
         try:
-            onnx.save_model(_graph(data, weights, spec, precision, accuracy_level), working / MODEL_FILE)
+            onnx.save_model(_graph(data, weights, spec, precision, projection, accuracy_level), working / MODEL_FILE)
         finally:
             data.close()
         manifest = HeadManifest(
@@ -252,6 +255,39 @@ def open_head(directory: Path, *, target: Path | None = None) -> HeadDirectory:
     return HeadDirectory(directory, manifest, np.load(directory / VOCABULARY_FILE, allow_pickle=False))
 
 
+def read_head_weights(head: HeadDirectory) -> HeadWeights:
+    """The weights of a head on disk, as they are stored: what `write_head` wrote, rounded.
+
+    Raises:
+        UnsupportedModelError: the graph isn't one that `write_head` writes.
+    """
+    graph, manifest = StoredGraph(head.model_path), head.manifest
+    query, key = manifest.num_heads * manifest.head_size, manifest.num_kv_heads * manifest.head_size
+    queries, keys, values = np.split(graph.matrix("layers.0.qkv"), [query, query + key])
+    gate, up = np.split(graph.matrix("layers.0.gate_up"), 2)
+
+    def vector(name: str) -> FloatArray:
+        return np.array(graph.array(f"{name}.weight"), np.float32)
+
+    return HeadWeights(
+        embedding_norm=vector("embedding_norm"),
+        feature_norm=vector("feature_norm"),
+        fusion=graph.matrix("fusion"),
+        attention_norm=vector("layers.0.attention_norm"),
+        query=queries,
+        key=keys,
+        value=values,
+        attention_output=graph.matrix("layers.0.attention_output"),
+        ffn_norm=vector("layers.0.ffn_norm"),
+        gate=gate,
+        up=up,
+        ffn_down=graph.matrix("layers.0.ffn_down"),
+        output_norm=vector("output_norm"),
+        lm_head=np.concatenate(list(graph.rows("lm_head", "logits"))),
+        vocabulary=head.vocabulary,
+    )
+
+
 def is_head(directory: Path) -> bool:
     """Whether the directory says that it holds a draft head."""
     try:
@@ -287,9 +323,14 @@ def _target_manifest(directory: Path) -> Manifest:
 
 
 def _graph(
-    data: ExternalData, weights: HeadWeights, spec: HeadSpec, precision: Precision, accuracy_level: int
+    data: ExternalData,
+    weights: HeadWeights,
+    spec: HeadSpec,
+    precision: Precision,
+    projection: Precision,
+    accuracy_level: int,
 ) -> onnx.ModelProto:
-    def matrix(*parts: FloatArray) -> QuantisedMatrix:
+    def matrix(*parts: FloatArray, precision: Precision = precision) -> QuantisedMatrix:
         stacked = np.concatenate(parts).astype(np.float32)
         return quantise(stacked, precision.fitted(stacked.shape[1]))
 
@@ -313,4 +354,4 @@ def _graph(
             ffn_down=matrix(weights.ffn_down),
         )
     )
-    return graph.finish(vector(weights.output_norm), matrix(weights.lm_head))
+    return graph.finish(vector(weights.output_norm), matrix(weights.lm_head, precision=projection))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from shared.errors import UnsupportedModelError
+from shared.models.gguf_source import FloatArray
+from shared.models.quantise import Precision, QuantisedMatrix, dequantise
+
+ROWS: Final = 1 << 14
+"""Dequantised at a time: a whole vocabulary in float32 would take half a gigabyte."""
 
 
 class StoredGraph:
@@ -51,3 +57,22 @@ class StoredGraph:
         if node not in self._nodes:
             raise UnsupportedModelError(f"{self._path} has no node {node!r}: it isn't one of Souschef's graphs")
         return next(helper.get_attribute_value(a) for a in self._nodes[node].attribute if a.name == name)
+
+    def rows(self, name: str, node: str | None = None) -> Iterator[FloatArray]:
+        """A quantised matrix's rows as float32, some at a time; `node`: the product that uses it, if named otherwise.
+
+        Raises:
+            UnsupportedModelError: the graph has no such matrix.
+        """
+        bits, block, columns = (self.attribute(node or name, key) for key in ("bits", "block_size", "K"))
+        zeros = self.array(f"{name}.zeros") if self.has(f"{name}.zeros") else None
+        codes, scales = self.array(f"{name}.codes"), self.array(f"{name}.scales")
+        precision = Precision(bits, block, zeros is None)
+        for first in range(0, len(codes), ROWS):
+            part = slice(first, first + ROWS)
+            own = None if zeros is None else zeros[part]
+            yield dequantise(QuantisedMatrix(precision, columns, codes[part], scales[part], own))
+
+    def matrix(self, name: str) -> FloatArray:
+        """A quantised matrix as float32 [rows, columns]."""
+        return np.concatenate(list(self.rows(name)))
