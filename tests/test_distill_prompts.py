@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from edge_agent.distill.prompts import Prompt, PromptBook
-from edge_agent.distill.shipped_text import TextRoots, shipped_pools
+from edge_agent.distill.prompts import NUMBERS, WORDS_IN, Prompt, PromptBook, read_book, slots
+from edge_agent.distill.shipped_text import LONG_NEWS_CHARS, NEWS_CHARS, TextRoots, own_pools, shipped_pools
+from shared.errors import ConfigError
 
 MANUAL = """.TH FROB 1
 .SH DESCRIPTION
@@ -84,6 +85,50 @@ def test_a_template_without_its_pool_is_left_out(roots: TextRoots) -> None:
     book = PromptBook.load(shipped_pools(roots, seed=1))
     assert not [turns for turns in book.templates["translation"] if "{sentence_zh}" in turns[0]]
     assert [turns for turns in book.templates["summary"] if "{passage}" in turns[0]]
+
+
+def test_own_texts_become_passages_that_prompts_are_made_of(roots: TextRoots, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    paragraphs = [f"{number}. {'The mayor spoke of it. ' * 11}".strip() for number in range(6)]
+    (folder / "a.txt").write_text("\n\n".join(paragraphs))
+    (folder / "lines.txt").write_text("A short line.\n" + "Long line. " * 400)
+    (folder / "other.md").write_text("Not plain text. " * 40)
+    pools = own_pools(folder, seed=1)
+    assert pools == own_pools(folder, seed=1)
+    assert set(paragraphs) < set(pools["news"])
+    assert "\n\n".join(paragraphs[:4]) in pools["long_news"]
+    assert not [text for text in pools["news"] if not NEWS_CHARS[0] <= len(text) <= NEWS_CHARS[1]]
+    assert not [text for text in pools["long_news"] if not LONG_NEWS_CHARS[0] <= len(text) <= LONG_NEWS_CHARS[1]]
+    assert any("Long line." in text for text in pools["long_news"])
+    assert "Not plain" not in str(pools)
+    prompts = PromptBook.load({**shipped_pools(roots, 1), **pools}).compose(1500, 1, 0.15)
+    kinds = {prompt.kind for prompt in prompts if any("The mayor spoke" in turn for turn in prompt.turns)}
+    assert kinds == {"summary", "retrieval", "extraction"}
+
+
+def test_own_texts_that_are_of_no_use_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        own_pools(tmp_path / "missing", 1)
+    with pytest.raises(ConfigError, match=r"no \.txt file"):
+        own_pools(tmp_path, 1)
+    (tmp_path / "a.txt").write_text("Too little.")
+    with pytest.raises(ConfigError, match="has 200 characters"):
+        own_pools(tmp_path, 1)
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match=r"b\.txt can't be read"):
+        own_pools(tmp_path, 1)
+
+
+def test_every_slot_of_the_templates_is_known() -> None:
+    book = read_book()
+    others = {"passage", "long_passage", "passage_de", "passage_zh", "description", "package", "function"}
+    others |= {"function_head", "news", "long_news", *(f"sentence_{code}" for code in ("en", "zh", "de", "fr", "es"))}
+    known = {*book["pools"], *NUMBERS, *others}
+    turns = [entry if isinstance(entry, list) else [entry] for found in book["templates"].values() for entry in found]
+    assert {slot.removeprefix(WORDS_IN) for entry in turns for slot in slots(entry)} <= known
+    assert set(book["weights"]) == set(book["templates"])
+    assert not [name for name, pool in book["pools"].items() if len(pool) != len(set(pool))]
 
 
 def test_no_text_of_spec_bench_is_in_the_prompts() -> None:

@@ -13,9 +13,14 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict
 
 _SLOT: Final = re.compile(r"\{(\w+)(?:\.\d+)?\}")
-_WORDS_IN: Final = "word_in_"
-_NUMBERS: Final = {"few": (2, 9), "small": (10, 30), "medium": (31, 120), "large": (150, 990)}
+WORDS_IN: Final = "word_in_"
+NUMBERS: Final = {"few": (2, 9), "small": (10, 30), "medium": (31, 120), "large": (150, 990), "year": (1890, 2024)}
 _TEMPLATES: Final = Path(__file__).with_name("templates.toml")
+
+
+def read_book() -> dict[str, Any]:
+    """templates.toml: weights, templates and pools."""
+    return tomllib.loads(_TEMPLATES.read_text(encoding="utf-8"))
 
 
 class Prompt(BaseModel):
@@ -40,7 +45,7 @@ class PromptBook:
     @staticmethod
     def load(shipped: Mapping[str, Sequence[str]]) -> PromptBook:
         """Our templates with these pools beside their own. A template that wants a pool we lack is left out."""
-        book = tomllib.loads(_TEMPLATES.read_text(encoding="utf-8"))
+        book = read_book()
         pools = {**book["pools"], **shipped}
         templates = {kind: _usable(entries, pools) for kind, entries in book["templates"].items()}
         return PromptBook({kind: found for kind, found in templates.items() if found}, book["weights"], pools)
@@ -81,10 +86,10 @@ class PromptBook:
 
     def _draw(self, pool: str, values: Mapping[str, str], random_: random.Random) -> str:
         """A value of the pool that this prompt doesn't hold yet, if there is one."""
-        if pool in _NUMBERS:
-            return str(random_.randint(*_NUMBERS[pool]))
-        if pool.startswith(_WORDS_IN):
-            passage = values.get(f"{{{pool.removeprefix(_WORDS_IN)}}}", "")
+        if pool in NUMBERS:
+            return str(random_.randint(*NUMBERS[pool]))
+        if pool.startswith(WORDS_IN):
+            passage = values.get(f"{{{pool.removeprefix(WORDS_IN)}}}", "")
             words = [word for word in re.findall(r"[A-Za-z][\w-]+", passage) if len(word) > 5]
             return f'"{random_.choice(words)}"' if words else "this"
         for _ in range(10):
@@ -96,12 +101,13 @@ class PromptBook:
 
 def _usable(entries: Sequence[Any], pools: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
     templates = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
-    return [turns for turns in templates if all(_is_known(pool, pools) for pool in _slots(turns))]
+    return [turns for turns in templates if all(_is_known(pool, pools) for pool in slots(turns))]
 
 
-def _slots(turns: tuple[str, ...]) -> list[str]:
+def slots(turns: Sequence[str]) -> list[str]:
+    """The pools that these turns draw from, as often as they do."""
     return [found[1] for turn in turns for found in _SLOT.finditer(turn.replace("{{", "").replace("}}", ""))]
 
 
 def _is_known(pool: str, pools: Mapping[str, Sequence[str]]) -> bool:
-    return pool in _NUMBERS or pool.removeprefix(_WORDS_IN) in pools
+    return pool in NUMBERS or pool.removeprefix(WORDS_IN) in pools

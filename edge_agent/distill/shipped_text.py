@@ -1,5 +1,7 @@
 """Text that the machine's packages ship, as pools of snippets for prompts: manuals, descriptions, translations, code.
 
+Beside it, texts of the user's own.
+
 Every reader gives what it finds and nothing where there is nothing; the order of the files is fixed, so that a seed
 means the same prompts on the same machine.
 """
@@ -18,8 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from shared.errors import ConfigError
+
 PASSAGE_CHARS: Final = (250, 700)
 LONG_PASSAGE_CHARS: Final = (900, 2200)
+NEWS_CHARS: Final = (200, 900)
+LONG_NEWS_CHARS: Final = (900, 2600)
 SENTENCE_CHARS: Final = (24, 160)
 FUNCTION_LINES: Final = (5, 30)
 MAX_SOURCES: Final = 1500
@@ -66,6 +72,55 @@ def shipped_pools(roots: TextRoots, seed: int) -> dict[str, list[str]]:
         pool[:] = sorted(set(pool))
         random_.shuffle(pool)
     return {name: pool for name, pool in pools.items() if pool}
+
+
+def own_pools(folder: Path, seed: int) -> dict[str, list[str]]:
+    """Passages of the .txt files in the folder, as the pools `news` and `long_news`, shuffled by the seed.
+
+    Blank lines part paragraphs; in a file without any, each line is one.
+
+    Raises:
+        ConfigError: the folder isn't there, holds no .txt file, one of them isn't UTF-8, or none has enough text.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"--texts {folder}: no such folder")
+    paths = sorted(folder.glob("**/*.txt"))
+    if not paths:
+        raise ConfigError(f"--texts {folder}: it holds no .txt file")
+    pools: dict[str, set[str]] = {"news": set(), "long_news": set()}
+    for path in paths:
+        try:
+            paragraphs = _own_paragraphs(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--texts {folder}: {path.name} can't be read: {error}") from error
+        pools["news"].update(_joined(paragraphs, NEWS_CHARS))
+        pools["long_news"].update(_joined(paragraphs, LONG_NEWS_CHARS))
+    if not any(pools.values()):
+        raise ConfigError(f"--texts {folder}: no text in it has {NEWS_CHARS[0]} characters")
+    random_ = random.Random(seed)
+    return {name: random_.sample(sorted(pool), len(pool)) for name, pool in pools.items() if pool}
+
+
+def _own_paragraphs(text: str) -> list[str]:
+    parts = re.split(r"\n\s*\n", text.strip())
+    return [" ".join(part.split()) for part in (parts if len(parts) > 1 else text.splitlines()) if part.strip()]
+
+
+def _joined(parts: Iterable[str], size: tuple[int, int], separator: str = "\n\n") -> Iterator[str]:
+    """Neighbouring parts together, until they have the size. A part that is too long is taken in by sentences."""
+    held: list[str] = []
+    for part in parts:
+        if len(part) > size[1]:
+            sentences = re.split(r"(?<=[.!?])\s+|(?<=[。！？])", part)
+            yield from _joined((sentence for sentence in sentences if len(sentence) <= size[1]), size, " ")
+            held = []
+            continue
+        if len(separator.join([*held, part])) > size[1]:
+            held = []
+        held.append(part)
+        if len(joined := separator.join(held)) >= size[0]:
+            yield joined
+            held = []
 
 
 def _manual_pages(root: Path, random_: random.Random) -> list[str]:
