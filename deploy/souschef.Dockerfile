@@ -21,7 +21,7 @@ RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --whe
 
 FROM ${PYTHON_IMAGE} AS runtime
 COPY --from=build /opt/souschef /opt/souschef
-COPY deploy/healthcheck.py /opt/souschef/healthcheck.py
+COPY deploy/healthcheck.sh /opt/souschef/healthcheck.sh
 # The owner that a new volume takes over.
 RUN mkdir /models && chown 10001:10001 /models
 ENV PATH=/opt/souschef/bin:$PATH \

@@ -66,11 +66,20 @@ def test_each_profile_has_its_services(services: dict[str, dict[str, Any]]) -> N
         assert {name for name, service in services.items() if profile in service["profiles"]} == expected
 
 
-def test_a_service_waits_only_for_services_of_its_profiles(services: dict[str, dict[str, Any]]) -> None:
+def test_a_service_starts_after_services_of_its_profiles_and_waits_for_none(
+    services: dict[str, dict[str, Any]],
+) -> None:
     for name, service in services.items():
-        for other, condition in service.get("depends_on", {}).items():
+        started_first = service.get("depends_on", [])
+        assert isinstance(started_first, list), name
+        for other in started_first:
             assert set(service["profiles"]) <= set(services[other]["profiles"]), name
-            assert condition == {"condition": "service_healthy"}
+
+
+def test_health_is_asked_for_rarely_and_soon_after_a_start(services: dict[str, dict[str, Any]]) -> None:
+    for name, service in services.items():
+        assert seconds(service["healthcheck"]["interval"]) >= 30, name
+        assert service["healthcheck"]["start_period"], name
 
 
 def test_every_service_is_confined(services: dict[str, dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,8 +36,12 @@ LONG = 400
 """Tokens of an answer that lasts while a service is restarted."""
 NEVER_END = {"0": -100, "2": -100}
 """SmolLM2's ends of text and of turn."""
-IDLE_S = 20.0
+IDLE_S = 31.0
+"""A health check and two scrapes fall into it."""
 IDLE_SHARE = 0.03
+"""Of a core, on a machine that starts a program in a container at the cost below."""
+START_COST_S = 0.1
+"""Processor time of `docker exec CONTAINER true`, charged to the container."""
 COOL = {"temperature_c": 33.0, "battery_percent": 90, "charging": True, "headroom": 0.3}
 HOT = {"temperature_c": 44.0, "battery_percent": 90, "charging": False, "headroom": 0.95}
 
@@ -281,9 +286,24 @@ def test_the_edge_reads_its_limit_of_cores(stack: Stack) -> None:
     assert cores.strip() == "2"
 
 
+def start_cost(stack: Stack, container: str) -> float:
+    """Processor seconds that starting the least of programs in the container takes, the median of some."""
+    costs = []
+    for _ in range(5):
+        before = stack.engine.cpu_seconds(container)
+        stack.engine.docker("exec", container, "true")
+        costs.append(stack.engine.cpu_seconds(container) - before)
+    return statistics.median(costs)
+
+
 def test_an_idle_stack_rests(client: Client, stack: Stack) -> None:
+    """Each service takes less than 3% of a core while nobody asks anything, health checks and scrapes included.
+
+    Processor time is what a slow or crowded machine takes more of for the same work. So the bar rises with what this
+    machine, just now, takes for a piece of work that no change of ours can touch, and never falls below 3%.
+    """
     containers = {service: stack.containers(service)[0] for service in SERVICES}
-    time.sleep(5)
+    slowness = max(1.0, start_cost(stack, containers["redis"]) / START_COST_S)
     before = {service: stack.engine.cpu_seconds(container) for service, container in containers.items()}
     start = time.monotonic()
     time.sleep(IDLE_S)
@@ -293,8 +313,9 @@ def test_an_idle_stack_rests(client: Client, stack: Stack) -> None:
         for service, container in containers.items()
     }
 
-    print("idle, share of a core:", {service: f"{share:.2%}" for service, share in shares.items()})  # noqa: T201
-    assert max(shares.values()) < IDLE_SHARE, shares
+    told = {service: f"{share:.2%}" for service, share in shares.items()}
+    print(f"idle, share of a core: {told}; this machine is {slowness:.1f} times as slow as thought")  # noqa: T201
+    assert max(shares.values()) < IDLE_SHARE * slowness, (shares, slowness)
 
 
 def test_a_stop_lets_a_stream_end(client: Client, stack: Stack) -> None:
