@@ -16,15 +16,16 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.types import Receive, Scope, Send
 
 from cloud_service.admission import Admission
-from cloud_service.batcher import BatchDecoder, Batcher
+from cloud_service.batcher import Batcher
 from cloud_service.config import CloudSettings
 from cloud_service.fleet import RETRY_AFTER_S, UNKNOWN_FLEET, Fleet, FleetPage, page, summarise
 from cloud_service.generator import AnswerGenerator
 from cloud_service.load import LoadMeter
 from cloud_service.metrics import CloudMetrics
+from cloud_service.pass_costs import BatchDecoder, PassCosts
 from cloud_service.session_store import MemoryStore, SessionStore, StoreUnavailableError
 from cloud_service.sessions import LiveSessions
-from cloud_service.target import Target, measure_cost_ms, positions_worth_measuring
+from cloud_service.target import Target
 from cloud_service.verifier import RoundVerifier
 from shared.errors import ConflictError, OverloadedError, RateLimitedError, SouschefError
 from shared.http import (
@@ -96,8 +97,14 @@ class Service:
         self.local_limits = MemoryStore(settings.session_ttl_s)
         self.sessions = LiveSessions(settings.session_ttl_s, settings.max_sessions)
         self.metrics = CloudMetrics(lambda: len(self.sessions))
-        self.meter = LoadMeter([1.0], settings.max_gamma)
-        self.batcher = Batcher(model.decoder, thread, max_running, on_batch=self.metrics.batch_ran)
+        self.meter = LoadMeter(PassCosts([1.0]), settings.max_gamma)
+        self.batcher = Batcher(
+            model.decoder,
+            thread,
+            max_running,
+            lambda rows: self.meter.costs.num_together(rows),
+            self._pass_ran,
+        )
         self.target = Target(
             model.name,
             model.tokenizer_fingerprint,
@@ -133,10 +140,12 @@ class Service:
         )
 
     async def measure(self) -> None:
-        """Learn what a pass over 1, 2, … positions costs here."""
-        async with self.target.cache(()) as lm:
-            positions = positions_worth_measuring(self.target.context_length)
-            self.meter.cost_ms = await self.thread.run(measure_cost_ms, lm, positions)
+        """Learn what passes cost here."""
+        self.meter.costs = await self.target.measure()
+
+    def _pass_ran(self, size: int, queue_s: float, busy_s: float) -> None:
+        self.metrics.batch_ran(size, queue_s, busy_s)
+        self.meter.queued(queue_s * 1e3)
 
     async def allow(self, tenant: str) -> None:
         """Count a request; raises `RateLimitedError` past the limit. Without the store each replica counts alone."""
@@ -245,7 +254,7 @@ async def _handshake(request: Request, tenant: Tenant, message: HandshakeRequest
         HandshakeReply(
             model=target.name,
             context=target.context_length,
-            verify_cost_ms=tuple(service.meter.cost_ms),
+            verify_cost_ms=tuple(service.meter.costs.alone_ms),
             max_gamma=service.settings.max_gamma,
         )
     )

@@ -44,7 +44,8 @@ class AnswerGenerator:
         token: int | None = None
         async with self._admission.place(), self._target.stream(tokens) as lm:
             while len(tokens) < end and token not in opening.stop_ids:
-                verdict = await self._target.judge(lm, tokens, Draft(), sampler, opening.logprobs)
+                last = len(tokens) + 1 == end
+                verdict = await self._target.judge(lm, tokens, Draft(), sampler, opening.logprobs, comes_again=not last)
                 token = verdict.next_token
                 self._metrics.generated_tokens.inc()
                 logprobs = WireLogprobs.of(verdict.logprobs[0]) if verdict.logprobs else None

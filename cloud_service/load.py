@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cloud_service.pass_costs import PassCosts
 from shared.protocol import Load
 
 SMOOTHING = 0.1
 """Weight of a new measurement in the running means."""
-
-
-def pass_cost_ms(cost_ms: Sequence[float], positions: int) -> float:
-    """Time of one pass over so many positions; past the measured ones the last slope goes on."""
-    if positions <= len(cost_ms):
-        return cost_ms[positions - 1]
-    slope = cost_ms[-1] - cost_ms[-2] if len(cost_ms) > 1 else cost_ms[-1]
-    return cost_ms[-1] + slope * (positions - len(cost_ms))
 
 
 def expected_tokens(acceptance: float, gamma: int) -> float:
@@ -24,31 +16,30 @@ def expected_tokens(acceptance: float, gamma: int) -> float:
     return sum(acceptance**power for power in range(gamma + 1))
 
 
-def best_gamma(acceptance: float, cost_ms: Sequence[float], idle_ms: float, running: int, max_gamma: int) -> int:
+def best_gamma(acceptance: float, costs: PassCosts, idle_ms: float, running: int, max_gamma: int) -> int:
     """The draft length at which `running` sessions get the most tokens a second out of one model.
 
-    A session rests `idle_ms` between its rounds (network, drafting). With drafts the passes of n sessions run one after
-    another: a cycle takes max(n c(gamma + 1), c(gamma + 1) + idle) and yields n E(alpha, gamma) tokens. Without, they
-    run as one batch: c(n) + idle for n tokens.
+    A stream rests after no token: n of them get n tokens a common step. With drafts a session rests `idle_ms` between
+    its rounds (network, drafting), and n rounds are one pass, or passes of their own where that costs less.
     """
 
     def tokens_per_ms(gamma: int) -> float:
-        if gamma == 0:
-            return running / (pass_cost_ms(cost_ms, running) + idle_ms)
-        cost = pass_cost_ms(cost_ms, gamma + 1)
-        return running * expected_tokens(acceptance, gamma) / max(running * cost, cost + idle_ms)
+        positions = [gamma + 1] * running
+        apart = sum(map(costs.alone, positions))
+        pass_ms = min(apart, costs.together(sum(positions))) if running > 1 else apart
+        return running * expected_tokens(acceptance, gamma) / (pass_ms + (idle_ms if gamma else 0.0))
 
     return max(range(max_gamma + 1), key=tokens_per_ms)
 
 
 @dataclass
 class LoadMeter:
-    """Running means of what the service sees. cost_ms[m - 1]: one pass over m positions.
+    """Running means of what the service sees.
 
     running: requests that hold a place; waiting: those that queue for one; streams: continued answers among them.
     """
 
-    cost_ms: Sequence[float]
+    costs: PassCosts
     max_gamma: int
     running: int = 0
     streams: int = 0
@@ -81,5 +72,5 @@ class LoadMeter:
         elif users <= 1:
             hint = self.max_gamma
         else:
-            hint = max(1, best_gamma(self.acceptance, self.cost_ms, self.idle_ms, users, self.max_gamma))
+            hint = max(1, best_gamma(self.acceptance, self.costs, self.idle_ms, users, self.max_gamma))
         return Load(queue_ms=round(self.queue_ms, 1), running=users, gamma_hint=hint)

@@ -17,7 +17,6 @@ from shared.models.cache import ModelCache
 from shared.models.progress import RichProgress
 from shared.models.pull import pull
 from shared.onnx_batch import OnnxBatchModel
-from shared.onnx_lm import OnnxModel
 from shared.tokenizer import Tokenizer
 
 MAX_SLOTS = 64
@@ -72,9 +71,14 @@ def _sealer(settings: CloudSettings) -> Sealer:
 def load_model(settings: CloudSettings) -> LoadedModel:
     """The model in memory, with as many caches as fit; raises `ModelError` if it can't be had."""
     path = fetch_model(settings)
-    model = OnnxModel(path, context_length=settings.context_length, num_threads=settings.threads)
+    model = OnnxBatchModel(
+        path,
+        context_length=settings.context_length,
+        max_batch=min(settings.max_running, MAX_SLOTS // 2),
+        num_threads=settings.threads,
+    )
     fitting = settings.kv_memory_bytes // (model.cache_bytes_per_token * model.context_length)
     num_slots = max(2, min(MAX_SLOTS, fitting))
     name = Path(settings.model.rsplit("/", 1)[-1].removeprefix("file:").removeprefix("hf:")).name.removesuffix(".gguf")
     fingerprint = Tokenizer.from_directory(path).fingerprint
-    return LoadedModel(name, fingerprint, OnnxBatchModel(model, num_slots), num_slots)
+    return LoadedModel(name, fingerprint, model, num_slots)

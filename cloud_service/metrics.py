@@ -32,8 +32,8 @@ class CloudMetrics:
         self.admission_rejected = counter("admission_rejected", "Requests sent away", "reason")
         self.busy_seconds = counter("busy_seconds", "Time that the model was computing")
         self.verify_latency = histogram("verify_latency_seconds", "Time of a verify request in the service", SECONDS)
-        self.queue_time = histogram("queue_time_seconds", "Time that decode steps waited for the model", SECONDS)
-        self.batch_size = histogram("batch_size", "Decode steps run as one pass", (1, 2, 3, 4, 6, 8, 12, 16, 32))
+        self.queue_time = histogram("queue_time_seconds", "Time that sequences waited for the model", SECONDS)
+        self.batch_size = histogram("batch_size", "Sequences run as one pass", (1, 2, 3, 4, 6, 8, 12, 16, 32))
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"souschef_cloud_{name}", text, labels, registry=self.registry)
@@ -55,7 +55,7 @@ class CloudMetrics:
         self.fleet_acceptance.set(summary.acceptance)
 
     def batch_ran(self, size: int, queue_s: float, busy_s: float) -> None:
-        """One batch of decode steps."""
+        """One pass over so many sequences."""
         self.busy_seconds.inc(busy_s)
         self.batch_size.observe(size)
         self.queue_time.observe(queue_s)

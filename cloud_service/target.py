@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from statistics import median
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from cloud_service.batcher import BatchDecoder, Batcher
+from cloud_service.batcher import Batcher
 from cloud_service.load import LoadMeter
+from cloud_service.pass_costs import BatchDecoder, PassCosts, measure
 from shared.acceptance import Draft, Verdict, judge
 from shared.causal_lm import CausalLM, Logits
 from shared.errors import BadRequestError, ContextLengthError
@@ -20,8 +20,6 @@ from shared.sampling import Sampler
 
 PREFILL_CHUNK = 32
 """Prompt tokens a job feeds at most: what other sessions wait for between two of their rounds."""
-
-COST_REPEATS = 3
 
 
 class Target:
@@ -95,11 +93,19 @@ class Target:
             self._slots.release(lm)
 
     async def judge(
-        self, lm: CausalLM, tokens: Sequence[int], draft: Draft, sampler: Sampler, num_top_logprobs: int | None
+        self,
+        lm: CausalLM,
+        tokens: Sequence[int],
+        draft: Draft,
+        sampler: Sampler,
+        num_top_logprobs: int | None,
+        *,
+        comes_again: bool = False,
     ) -> Verdict:
         """Judge a draft that follows `tokens`; the cache then holds the tokens and the accepted drafts.
 
-        Without a draft the last pass is one row, and runs in one batch with those of other sessions.
+        The last pass may be one with those of other sessions. comes_again: the caller asks for the next token as soon
+        as it has this one.
         """
         lm.truncate(min(len(lm.tokens), len(tokens) - 1))
         while len(tokens) - len(lm.tokens) > PREFILL_CHUNK:
@@ -107,45 +113,25 @@ class Target:
             await self.thread.run(self._forward, lm, tokens[start : start + PREFILL_CHUNK], 0)
 
         def decide(logits: Logits) -> Verdict:
-            return judge(logits, draft, sampler, len(tokens), num_top_logprobs=num_top_logprobs)
+            verdict = judge(logits, draft, sampler, len(tokens), num_top_logprobs=num_top_logprobs)
+            lm.truncate(len(tokens) + verdict.accepted)
+            return verdict
 
-        if not draft.tokens and len(tokens) - len(lm.tokens) == 1:
-            return await self._batcher.decode(lm, tokens[-1], lambda row: decide(row[None]))
-        asked_at = self._clock()
-        return await self.thread.run(self._verify, lm, tokens, draft, decide, asked_at)
+        rows = [*tokens[len(lm.tokens) :], *draft.tokens]
+        return await self._batcher.forward(lm, rows, len(draft) + 1, decide, comes_again=comes_again)
 
-    def _verify(
-        self,
-        lm: CausalLM,
-        tokens: Sequence[int],
-        draft: Draft,
-        decide: Callable[[Logits], Verdict],
-        asked_at: float,
-    ) -> Verdict:
-        self.meter.queued((self._clock() - asked_at) * 1e3)
-        verdict = decide(self._forward(lm, [*tokens[len(lm.tokens) :], *draft.tokens], len(draft) + 1))
-        lm.truncate(len(tokens) + verdict.accepted)
-        return verdict
+    async def measure(self) -> PassCosts:
+        """Learn what a pass over 1, 2, … positions costs here, of one session and of several together."""
+        async with AsyncExitStack() as stack:
+            caches = [await stack.enter_async_context(self.cache(())) for _ in range(self._batcher.max_batch)]
+            positions = positions_worth_measuring(self.context_length)
+            return await self.thread.run(measure, self._decoder, caches, positions)
 
     def _forward(self, lm: CausalLM, tokens: Sequence[int], num_logits: int) -> Logits:
         started = self._clock()
         logits = lm.forward(tokens, num_logits)
         self._on_busy(self._clock() - started)
         return logits
-
-
-def measure_cost_ms(lm: CausalLM, max_positions: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Time of one pass over 1 … max_positions positions: the median of a few."""
-    costs = []
-    for positions in range(1, max_positions + 1):
-        times = []
-        for _ in range(COST_REPEATS):
-            started = clock()
-            lm.forward([0] * positions, positions)
-            times.append((clock() - started) * 1e3)
-            lm.truncate(0)
-        costs.append(round(median(times), 2))
-    return costs
 
 
 def positions_worth_measuring(context_length: int) -> int:

@@ -1,128 +1,170 @@
-"""Several sequences of one model whose caches lie side by side, so that one pass can step any of them together.
+"""Several sequences of one model, any of which can go through one pass together, each with any number of new tokens.
 
-GroupQueryAttention takes a batch of sequences of different lengths, one new token each, but only with all caches in one
-tensor [B, …]. Here every cache is a row of such a tensor, and a batch is bound to its first B rows: the rows of those
-that decode are moved to the front (a copy, once, when the set changes), so no row is computed for nothing.
+The graph is `shared/models/lanes.py`'s: a pass over one sequence costs what it costs without it, and in a pass over
+several each has a lane, to which its cache is bound for as long as it stays there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 
 from shared.causal_lm import Logits
 from shared.errors import ContextLengthError
-from shared.onnx_lm import OnnxModel
-from shared.onnx_sequence import OnnxSequence
+from shared.models.lanes import with_lanes
+from shared.onnx_lm import OnnxCausalLM, OnnxModel
+from shared.onnx_session import bind_array, load_session, run_bound
+
+NOBODY_READS = np.ones((1, 1), np.int64)
+SPARE_LENGTH = 8
+"""Tokens that the cache of an empty lane has room for; one is written, and nobody reads it."""
 
 
-class OnnxBatchModel:
-    """A model with room for `max_rows` sequences. Its memory is touched only as they fill."""
+class OnnxBatchModel(OnnxModel):
+    """A decoder's weights, and a pass over at most `max_batch` sequences."""
 
-    def __init__(self, model: OnnxModel, max_rows: int) -> None:
-        self.model = model
-        config = model.config
-        shape = (max_rows, config.num_kv_heads, model.context_length, config.head_size)
-        self._keys = [np.zeros(shape, model.cache_type) for _ in range(config.num_layers)]
-        self._values = [np.zeros(shape, model.cache_type) for _ in range(config.num_layers)]
-        self._logits = model.new_logits()
-        self._rows: list[BatchRow] = []
-        self._max_rows = max_rows
-        self._bindings: dict[tuple[int, int], Any] = {}
-
-    @staticmethod
-    def load(directory: Path, context_length: int, max_rows: int, num_threads: int | None = None) -> OnnxBatchModel:
+    def __init__(self, directory: Path, *, context_length: int, max_batch: int, num_threads: int | None = None) -> None:
         """Load a model directory; raises what `OnnxModel` raises."""
-        return OnnxBatchModel(OnnxModel(directory, context_length=context_length, num_threads=num_threads), max_rows)
+        self.max_batch = max(2, max_batch)
+        super().__init__(directory, context_length=context_length, num_threads=num_threads)
+        shape = (1, self.config.num_kv_heads, SPARE_LENGTH, self.config.head_size)
+        self._spare = [ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, self.cache_type))] * 2 * self.config.num_layers
+        self._logits = self.new_logits()
+        self._lanes: list[BatchSequence | None] = [None] * self.max_batch
+        self._binding = self.binding()
+        bind_array(self._binding, "in_lanes", np.array(True))
+        bind_array(self._binding, self.config.attention_mask, NOBODY_READS)
+        for lane in range(self.max_batch):
+            self._bind_lane(self._binding, lane, None)
 
-    @property
-    def vocab_size(self) -> int:
-        """Width of a row of logits."""
-        return self.model.vocab_size
+    def _open(self) -> ort.InferenceSession:
+        config = self.config
+        graph = onnx.load(config.model_path, load_external_data=False)
+        graph = with_lanes(graph, self.max_batch, config.logits)
+        self.config = dataclasses.replace(  # A sequence alone has lane 0.
+            config,
+            past_key=f"{config.past_key}.0",
+            past_value=f"{config.past_value}.0",
+            present_key=f"{config.present_key}.0",
+            present_value=f"{config.present_value}.0",
+        )
+        return load_session(config.model_path, self.num_threads, graph.SerializeToString())
 
-    @property
-    def context_length(self) -> int:
-        """Most tokens that a sequence can hold."""
-        return self.model.context_length
+    def new_cache(self) -> BatchSequence:
+        """A new, empty sequence. Its memory is touched only as it fills."""
+        return BatchSequence(self)
 
-    def new_cache(self) -> BatchRow:
-        """A new, empty sequence.
+    def forward_batch(
+        self, sequences: Sequence[BatchSequence], tokens: Sequence[Sequence[int]], num_logits: Sequence[int]
+    ) -> list[Logits]:
+        """Append to each of the (different) sequences its tokens; logits [num_logits, V] of each, as `forward` gives.
 
         Raises:
-            LookupError: all rows are taken. A row is never given back: pool it.
-        """
-        if len(self._rows) == self._max_rows:
-            raise LookupError(f"all {self._max_rows} rows are taken")
-        row = BatchRow(self, len(self._rows))
-        self._rows.append(row)
-        return row
-
-    def decode_batch(self, caches: Sequence[BatchRow], tokens: Sequence[int]) -> Logits:
-        """Append one token to each of the (different) caches; logits [B, V], overwritten by the next pass.
-
-        Raises:
-            ContextLengthError: a cache is full; nothing was appended.
+            ContextLengthError: a cache has no room; nothing was appended.
             EngineError: inference failed; the caches are as before.
         """
-        if any(len(cache.tokens) >= self.context_length for cache in caches):
-            raise ContextLengthError(f"a sequence is at the end of its context of {self.context_length} tokens")
-        size = len(caches)
-        vacant = [row.index for row in self._rows[:size] if row not in caches]
-        for outsider, place in zip([cache for cache in caches if cache.index >= size], vacant, strict=True):
-            self._swap(outsider.index, place)
-        order = np.argsort([cache.index for cache in caches])
-        rows = [caches[i] for i in order]
-        logits = self.run(0, [[tokens[i]] for i in order], [len(row.tokens) for row in rows], 1)
-        for i in order:
-            caches[i].append([tokens[i]])
-        return cast(Logits, logits[np.argsort(order), 0])
+        if len(sequences) == 1:
+            return [sequences[0].forward(tokens[0], num_logits[0])]
+        for sequence, new in zip(sequences, tokens, strict=True):
+            if len(sequence.tokens) + len(new) > self.context_length:
+                raise ContextLengthError(f"a sequence is at the end of its context of {self.context_length} tokens")
+        order = self._seat(sequences)
+        counts = [len(tokens[i]) for i in order]
+        wanted = [num_logits[i] for i in order]
+        ends = np.cumsum(counts)
+        rows = [np.arange(end - more, end) for end, more in zip(ends, wanted, strict=True)]
+        logits = self._run_lanes(
+            np.concatenate([np.asarray(tokens[i], np.int64) for i in order]),
+            [len(sequences[i].tokens) for i in order],
+            counts,
+            np.concatenate(rows),
+        )
+        for sequence, new in zip(sequences, tokens, strict=True):
+            sequence.append(new)
+        parts = dict(zip(order, np.split(logits, np.cumsum(wanted)[:-1]), strict=True))
+        return [parts[i] for i in range(len(sequences))]
 
-    def run(self, first: int, tokens: Sequence[Sequence[int]], lengths: Sequence[int], num_logits: int) -> Logits:
-        """One pass over rows first, first + 1, …: see `OnnxModel.run`."""
-        return self.model.run(self._binding(first, len(tokens)), tokens, lengths, num_logits, self._logits)
+    def _seat(self, sequences: Sequence[BatchSequence]) -> list[int]:
+        """Give the first lanes to these sequences, and those that sit there their own again; their order of lanes."""
+        size = len(sequences)
+        staying = [sequence for sequence in self._lanes[:size] if sequence in sequences]
+        coming = iter([sequence for sequence in sequences if sequence not in staying])
+        for lane, seated in enumerate(self._lanes):
+            wanted = None if lane >= size else seated if seated in staying else next(coming)
+            if wanted is not seated:
+                self._bind_lane(self._binding, lane, wanted)
+                self._lanes[lane] = wanted
+        return [sequences.index(sequence) for sequence in self._lanes[:size] if sequence]
 
-    def _binding(self, first: int, batch: int) -> Any:
-        """The caches of rows first … first + batch - 1, past and present in one buffer."""
-        if (first, batch) not in self._bindings:
-            binding, config = self.model.binding(), self.model.config
-            for layer in range(config.num_layers):
-                for buffers, past, present in (
-                    (self._keys, config.past_key, config.present_key),
-                    (self._values, config.past_value, config.present_value),
-                ):
-                    value = ort.OrtValue.ortvalue_from_numpy(buffers[layer][first : first + batch])
-                    binding.bind_ortvalue_input(past % layer, value)
-                    binding.bind_ortvalue_output(present % layer, value)
-            self._bindings[first, batch] = binding
-        return self._bindings[first, batch]
+    def _run_lanes(self, tokens: Any, lengths: Sequence[int], counts: Sequence[int], wanted: Any) -> Logits:
+        """A pass over the first lanes: tokens [R], of which each has `counts` behind `lengths`; logits [wanted, V]."""
+        binding, empty = self._binding, self.max_batch - len(counts)
+        bind_array(binding, self.config.input_ids, tokens[np.newaxis])
+        if self._has_position_ids:
+            positions = [np.arange(length, length + count) for length, count in zip(lengths, counts, strict=True)]
+            bind_array(binding, self.config.position_ids, np.concatenate(positions)[np.newaxis])
+        bind_array(binding, "row_counts", np.array([*counts, *[1] * empty], np.int64))
+        bind_array(binding, "num_rows", np.array([len(tokens)], np.int64))
+        bind_array(binding, "pads", np.array([0, 0, 0, 0, empty, 0], np.int64))
+        for lane, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            bind_array(binding, f"{lane}.last", np.array([length + count - 1], np.int32))
+            bind_array(binding, f"{lane}.total", np.array(length + count, np.int32))
+        bind_array(binding, "logits_rows", wanted)
+        logits = self._logits.narrow(1, len(wanted))
+        binding.bind_ortvalue_output(self.config.logits, ort.OrtValue.ortvalue_from_numpy(logits))
+        run_bound(self._session, binding, self.directory.name)
+        widened: Logits = self._logits.widened(logits)[0]
+        return widened
 
-    def _swap(self, a: int, b: int) -> None:
-        """Let two sequences change rows."""
-        first, second = self._rows[a], self._rows[b]
-        length = max(len(first.tokens), len(second.tokens))
-        for buffer in (*self._keys, *self._values):
-            kept = buffer[a, :, :length].copy()
-            buffer[a, :, :length] = buffer[b, :, :length]
-            buffer[b, :, :length] = kept
-        first.index, second.index = b, a
-        self._rows[a], self._rows[b] = second, first
+    def bind_alone(self, binding: Any) -> None:
+        """Fill the other lanes, and say that they are empty. Their caches are bound once."""
+        bind_array(binding, "in_lanes", np.array(False))
+        bind_array(binding, "row_counts", np.zeros(self.max_batch, np.int64))
+        bind_array(binding, "num_rows", np.zeros(1, np.int64))
+        bind_array(binding, "pads", np.zeros(6, np.int64))
+        for lane in range(self.max_batch):
+            self._bind_lengths(binding, lane)
+            if lane:
+                self._bind_caches(binding, lane, self._spare)
+
+    def _bind_lane(self, binding: Any, lane: int, sequence: BatchSequence | None) -> None:
+        self._bind_caches(binding, lane, sequence.caches if sequence else self._spare)
+        self._bind_lengths(binding, lane)
+
+    def _bind_lengths(self, binding: Any, lane: int) -> None:
+        """As an empty lane has them."""
+        bind_array(binding, f"{lane}.last", np.zeros(1, np.int32))
+        bind_array(binding, f"{lane}.total", np.array(1, np.int32))
+
+    def _bind_caches(self, binding: Any, lane: int, caches: Sequence[Any]) -> None:
+        """caches: keys and values of layer 0, then of layer 1, …"""
+        config = self.config
+        for index, cache in enumerate(caches):
+            layer, past, present = index // 2, config.past_key, config.present_key
+            if index % 2:
+                past, present = config.past_value, config.present_value
+            binding.bind_ortvalue_input(f"{past[:-1] % layer}{lane}", cache)
+            binding.bind_ortvalue_output(f"{present[:-1] % layer}{lane}", cache)
+
+    def _choose_logits(self, binding: Any, num_rows: int, num_logits: int) -> int:
+        bind_array(binding, "logits_rows", np.arange(num_rows - num_logits, num_rows))
+        return num_logits
 
 
-class BatchRow(OnnxSequence):
-    """One sequence of an `OnnxBatchModel`: a `CausalLM`. `index`: the row it lies in now."""
+class BatchSequence(OnnxCausalLM):
+    """One sequence of an `OnnxBatchModel`: a `CausalLM`."""
 
-    def __init__(self, batch_model: OnnxBatchModel, index: int) -> None:
-        super().__init__(batch_model.vocab_size, batch_model.context_length)
-        self.index = index
-        self._batch_model = batch_model
+    def __init__(self, model: OnnxBatchModel) -> None:
+        super().__init__(model)
+        self.caches = [ort.OrtValue.ortvalue_from_numpy(buffer) for pair in self._cache for buffer in pair]
+        model.bind_alone(self._binding)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Count tokens whose keys and values a batch pass has put into the cache."""
+        """Count tokens whose keys and values a pass over several sequences has put into the cache."""
         self._tokens.extend(tokens)
-
-    def _run(self, tokens: Sequence[int], num_logits: int) -> Logits:
-        return cast(Logits, self._batch_model.run(self.index, [tokens], [len(self._tokens)], num_logits)[0])

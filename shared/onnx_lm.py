@@ -101,7 +101,7 @@ class OnnxModel:
         self.config = DecoderConfig.from_directory(directory)
         self.context_length = min(context_length, self.config.context_length)
         self.num_threads = num_threads or usable_cpus()
-        self._session = load_session(self.config.model_path, self.num_threads)
+        self._session = self._open()
         inputs = {value.name: value for value in self._session.get_inputs()}
         first_key = self.config.past_key % 0
         if first_key not in inputs or self.config.input_ids not in inputs:
@@ -116,6 +116,9 @@ class OnnxModel:
         self._num_ids = logits.shape[-1] if isinstance(logits.shape[-1], int) else self.vocab_size
         self._has_position_ids = self.config.position_ids in inputs
         self._has_logits_from = LOGITS_FROM in {value.name for value in self._session.get_overridable_initializers()}
+
+    def _open(self) -> ort.InferenceSession:
+        return load_session(self.config.model_path, self.num_threads)
 
     @property
     def vocab_size(self) -> int:
@@ -177,13 +180,18 @@ class OnnxModel:
         bind_array(binding, config.attention_mask, mask)
         if self._has_position_ids:
             bind_array(binding, config.position_ids, np.array(lengths, np.int64)[:, np.newaxis] + np.arange(new))
-        rows = num_logits if self._has_logits_from else new
-        if self._has_logits_from:
-            bind_array(binding, LOGITS_FROM, np.array([new - rows], np.int64))
+        rows = self._choose_logits(binding, new, num_logits)
         logits = memory.narrow(len(tokens), rows)
         binding.bind_ortvalue_output(config.logits, ort.OrtValue.ortvalue_from_numpy(logits))
         run_bound(self._session, binding, self.directory.name)
         return memory.widened(logits)[:, rows - num_logits :]
+
+    def _choose_logits(self, binding: Any, num_rows: int, num_logits: int) -> int:
+        """Ask for the logits of the last rows; how many the graph will give."""
+        if not self._has_logits_from:
+            return num_rows
+        bind_array(binding, LOGITS_FROM, np.array([num_rows - num_logits], np.int64))
+        return num_logits
 
 
 class OnnxCausalLM(OnnxSequence):

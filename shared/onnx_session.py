@@ -11,18 +11,21 @@ from numpy.typing import NDArray
 from shared.errors import EngineError, ModelFileError
 
 SPIN_US = 50
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
-def load_session(path: Path, num_threads: int) -> ort.InferenceSession:
-    """The graph with its weights, on the CPU.
+def load_session(path: Path, num_threads: int, graph: bytes | None = None) -> ort.InferenceSession:
+    """The graph with its weights, on the CPU. graph: another to run, over the weights beside `path`.
 
     Raises:
         ModelFileError: the file is missing or ONNX Runtime can't read it.
     """
     if not path.is_file():
         raise ModelFileError(f"{path} is missing")
+    options = session_options(num_threads)
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
     try:
-        return ort.InferenceSession(str(path), session_options(num_threads), providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises classes of its own that share no base.
         raise ModelFileError(f"ONNX Runtime can't load {path}: {error}") from error
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 from fastapi import FastAPI
 
 from cloud_service.app import LoadedModel, Service, create_app
@@ -43,12 +42,14 @@ class SlowTable(TableLM):
 
 
 class TableDecoder:
-    """Many toy sequences; a batch is one pass. `failure` is what the next one raises."""
+    """Many toy sequences; a batch is one pass. `failure` is what the next one of decode steps raises."""
+
+    max_batch = 8
 
     def __init__(
         self, pass_s: float = 0.0, context_length: int = 4096, hold: Callable[[], object] = lambda: None
     ) -> None:
-        """hold: called before each pass of a batch; it may wait."""
+        """hold: called before each pass of decode steps; it may wait."""
         self.vocab_size = VOCAB
         self.context_length = context_length
         self.pass_s = pass_s
@@ -63,15 +64,19 @@ class TableDecoder:
         self.caches.append(lm)
         return lm
 
-    def decode_batch(self, caches: Sequence[SlowTable], tokens: Sequence[int]) -> Logits:
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise failure
-        self.batch_sizes.append(len(caches))
-        self.hold()
+    def forward_batch(
+        self, sequences: Sequence[SlowTable], tokens: Sequence[Sequence[int]], num_logits: Sequence[int]
+    ) -> list[Logits]:
+        self.batch_sizes.append(len(sequences))
+        if all(len(new) == 1 for new in tokens):
+            if self.failure is not None:
+                failure, self.failure = self.failure, None
+                raise failure
+            self.hold()
+        if len(sequences) == 1:
+            return [sequences[0].forward(tokens[0], num_logits[0])]
         time.sleep(self.pass_s)
-        rows = [TableLM.forward(cache, [token], 1)[0] for cache, token in zip(caches, tokens, strict=True)]
-        return np.array(rows)
+        return [TableLM.forward(*each) for each in zip(sequences, tokens, num_logits, strict=True)]
 
 
 def toy_app(settings: CloudSettings, decoder: TableDecoder, num_slots: int = 16) -> FastAPI:
@@ -112,6 +117,7 @@ def running_cloud(decoder: TableDecoder | None = None, num_slots: int = 16, **fl
     thread.start()
     try:
         assert ready.wait(30)
+        decoder.batch_sizes.clear()
         yield RunningCloud(app, decoder, listener.getsockname()[1])
     finally:
         server.should_exit = True

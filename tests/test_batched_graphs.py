@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.batched_verify import ScatterModel, SlotModel
+from benchmarks.batched_verify import ScatterModel, stacked
 from shared.models.build import build_model
 from shared.onnx_batch import OnnxBatchModel
-from shared.onnx_lm import OnnxModel
 from tests.random_decoder import DecoderShape, write_random_decoder
 
 LENGTHS = np.array([9, 30, 17])
@@ -25,20 +24,15 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder / "model"
 
 
-@pytest.mark.parametrize("kind", [ScatterModel, SlotModel])
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("new", [1, 4])
-def test_one_pass_for_all_says_what_passes_for_each_say(
-    kind: type[ScatterModel | SlotModel], batch: int, new: int, directory: Path
-) -> None:
-    model = OnnxModel(directory, context_length=64, num_threads=1)
-    grouped = OnnxBatchModel(model, len(LENGTHS))
-    rows = [grouped.new_cache() for _ in LENGTHS]
+def test_one_pass_for_all_says_what_passes_for_each_say(batch: int, new: int, directory: Path) -> None:
+    model = OnnxBatchModel(directory, context_length=64, max_batch=len(LENGTHS), num_threads=1)
+    rows = [model.new_cache() for _ in LENGTHS]
     for row, length in zip(rows, LENGTHS, strict=True):
         row.forward(list(range(10, 10 + length)), 0)
-    caches = [buffer for pair in zip(grouped._keys, grouped._values, strict=True) for buffer in pair]
     tokens = np.arange(batch * new).reshape(batch, new) + 50
-    together = kind(directory, caches, 1).run(tokens, LENGTHS[:batch]).copy()
+    together = ScatterModel(directory, stacked(rows), 1).run(tokens, LENGTHS[:batch]).copy()
     alone = [row.forward(ids, new).copy() for row, ids in zip(rows, tokens.tolist(), strict=False)]
     spread = float(np.std(alone))
     assert np.abs(together - np.array(alone)).max() < 0.05 * spread

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cloud_service.capacity.measure import interpolated, measure_costs
+from cloud_service.capacity.measure import measure_costs
 from cloud_service.capacity.plan import Costs, Edges, Limits
 from cloud_service.capacity.search import Target, hint_turns, most_edges
 from cloud_service.capacity.simulation import Outcome, percentile, simulate
 from cloud_service.cli import app
+from cloud_service.pass_costs import interpolated
 from shared.errors import ConfigError
 from tests.cloud_toy import TableDecoder
 
@@ -104,15 +105,25 @@ def test_the_search_ends_at_the_last_number_that_is_good_enough() -> None:
     assert more.edges > 2 * found.edges
 
 
-def test_drafts_carry_a_few_sessions_and_a_batch_carries_many() -> None:
-    """The crossing that the service's hint follows."""
-    edges = dataclasses.replace(NEAR, acceptance=0.9, rtt_ms=20.0, rtt_p95_ms=20.0, draft_ms=5.0)
-    costs = Costs(CPU.verify_ms)
-    turns = {turn.sessions: turn for turn in hint_turns(costs, Limits(), edges, (2, 8), seconds=200.0)}
+def test_the_rule_turns_where_the_simulation_does() -> None:
+    """Drafts for a few sessions, one batch of streams for many; as drafts share passes too, long ones last longer."""
+    edges = dataclasses.replace(NEAR, acceptance=0.8, rtt_ms=20.0, rtt_p95_ms=20.0, draft_ms=5.0)
+    rising = [84.0 + 24.0 * more for more in range(8)]
+    turns = {turn.sessions: turn for turn in hint_turns(Costs(rising), Limits(), edges, (2, 3, 4, 8), seconds=200.0)}
     assert turns[2].best > 0
-    assert turns[8].best == 0
-    assert turns[8].rule == 0
-    assert turns[2].lost_by_rule < 0.1
+    assert turns[8].best == turns[8].rule == 0
+    assert max(turn.lost_by_rule for turn in turns.values()) < 0.05
+
+
+def test_rounds_share_a_pass_where_that_costs_less() -> None:
+    """A pass costs the same for all rows, or so much that one by one is better."""
+    shape: dict[str, Any] = {"number": 4, "gamma": 1, "acceptance": 1.0, "answer_tokens": 1e6}
+    shared = run(Costs([10.0, 11.0], [10.0, 11.0, 11.0, 11.0, 11.0, 11.0, 11.0, 11.0]), **shape)
+    assert shared.mean_batch > 1.9  # Those that come while a pass runs wait for the next.
+    apart = run(Costs([10.0, 11.0], [10.0, 100.0]), **shape)
+    assert apart.mean_batch == 1.0
+    assert apart.tokens_per_second == pytest.approx(2 / 0.011, rel=0.02)
+    assert shared.tokens_per_second > 1.9 * apart.tokens_per_second
 
 
 def test_percentiles_and_interpolation() -> None:
@@ -126,7 +137,7 @@ def test_costs_are_measured_in_milliseconds_of_the_clock() -> None:
     ticks = iter(range(10_000))
     costs = measure_costs(TableDecoder(), lambda: next(ticks) / 1e3)
     assert costs.verify_ms == [1.0] * 9
-    assert costs.batch_ms == [pytest.approx(1.0)] * 8
+    assert costs.batch_ms == [pytest.approx(1.0)] * 32
     assert costs.prefill_ms == pytest.approx(1 / 32)
 
 

@@ -24,7 +24,6 @@ from cloud_service.capacity.measure import measure_costs
 from cloud_service.capacity.plan import Costs, Edges, Limits
 from cloud_service.capacity.simulation import simulate
 from shared.onnx_batch import OnnxBatchModel
-from shared.onnx_lm import OnnxModel
 from shared.protocol import tokens_crc
 from shared.tokenizer import Tokenizer
 from tests.processes import serving
@@ -59,8 +58,8 @@ def prompts(smollm2_directory: Path) -> list[list[int]]:
 
 
 def costs_here(directory: Path) -> Callable[[], Costs]:
-    model = OnnxModel(directory, context_length=512, num_threads=1)
-    return lambda: measure_costs(OnnxBatchModel(model, 2 * NUM_CLIENTS))
+    model = OnnxBatchModel(directory, context_length=512, max_batch=NUM_CLIENTS, num_threads=1)
+    return lambda: measure_costs(model)
 
 
 def opening(prompt: list[int]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from cloud_service.config import load_settings
-from cloud_service.load import LoadMeter, best_gamma, expected_tokens, pass_cost_ms
+from cloud_service.load import LoadMeter, best_gamma, expected_tokens
+from cloud_service.pass_costs import PassCosts, pass_cost_ms
 from edge_agent.request import GenerationRequest
 from shared.errors import ConfigError, EngineError
 from shared.protocol import tokens_crc
@@ -181,6 +182,38 @@ def test_streams_at_the_same_time_share_passes_and_change_nothing() -> None:
     assert len(sizes) < sum(sizes) / 2
 
 
+def test_rounds_and_streams_at_the_same_time_share_passes_and_change_nothing() -> None:
+    """Drafts of other lengths and other truth in every round, caches taken from each other, streams between them."""
+    prompts = [[1, 2, 3, n, n + 1] for n in range(8)]
+    texts = [expected(GenerationRequest(tuple(each), 60, SamplingParams(temperature=0))) for each in prompts]
+
+    def rounds(number: int) -> list[int]:
+        tokens, text = list(prompts[number]), texts[number]
+        for turn in range(12):
+            done = len(tokens) - len(prompts[number])
+            draft = text[done : done + (number + turn) % 4]
+            if draft and turn % 3 == 2:
+                draft[-1] = (draft[-1] + 1) % 16
+            start = {"tokens": tokens, "prompt_len": 5, "sampling": GREEDY}
+            body = {"session_id": f"session-{number:04}", "round": turn, "opening": start, "draft_tokens": draft}
+            accepted, token = outcome(post(cloud, "/v1/verify", body))
+            assert accepted == len(draft) - bool(draft and turn % 3 == 2)
+            tokens += [*draft[:accepted], token]
+        return tokens[len(prompts[number]) :]
+
+    def stream(number: int) -> list[object]:
+        return [frame["token"] for frame in continue_tokens(cloud, prompts[number], 30)[:-1]]
+
+    with running_cloud(TableDecoder(pass_s=0.01), num_slots=10) as cloud, ThreadPoolExecutor(16) as pool:
+        verified, streamed = (pool.map(ask, range(8)) for ask in (rounds, stream))
+        for text, answer, streamed_answer in zip(texts, verified, streamed, strict=True):
+            assert answer == text[: len(answer)]
+            assert len(answer) >= 12
+            assert streamed_answer == text[:30]
+        sizes = cloud.decoder.batch_sizes
+    assert len(sizes) < sum(sizes) / 2
+
+
 def test_a_failed_pass_ends_its_streams_with_an_error_and_nothing_else() -> None:
     with running_cloud() as cloud:
         cloud.decoder.failure = EngineError("a CANARY of a pass failed")
@@ -296,8 +329,8 @@ def test_health_answers_while_the_model_works() -> None:
 def test_a_stop_lets_streams_finish_and_admits_nobody(tmp_path: Path) -> None:
     """The stream stands still until the stop has been seen from outside."""
     held_by = tmp_path / "held"
-    held_by.touch()
     with CloudProcess(tmp_path / "log", held_by=held_by) as cloud:
+        held_by.touch()
         # The first token comes with the prompt, outside of any batch.
         body = {"session_id": "stream-0001", "opening": {"tokens": [1, 2], "prompt_len": 2}, "max_tokens": 40}
         with httpx.stream("POST", f"{cloud.url}/v1/continue", json=body, timeout=60) as response:
@@ -362,15 +395,15 @@ def test_settings_are_refused_by_name() -> None:
 
 def test_the_gamma_hint_falls_as_the_load_grows() -> None:
     cost = [84.0, 106.0, 137.0, 160.0, 177.0, 200.0, 222.0, 245.0, 267.0]  # ms, measured on two AVX2 cores
-    hints = [best_gamma(0.8, cost, 100.0, users, 8) for users in (1, 2, 4, 8, 16)]
+    dear = [84.0, 200.0]  # A row more of another session costs more than a pass of its own would.
+    hints = [best_gamma(0.8, PassCosts(cost, dear), 100.0, users, 8) for users in (1, 2, 4, 8, 16)]
     assert hints == sorted(hints, reverse=True)
     assert hints[0] >= 3
-    assert hints[-1] == 0
-    flat = [10.0] * 9  # Verification is free: every draft pays.
+    flat = PassCosts([10.0] * 9)  # Verification is free: every draft pays.
     assert best_gamma(0.8, flat, 0.0, 1, 8) == 8
-    assert pass_cost_ms(cost, 11) == pytest.approx(267 + 2 * 22)
+    assert pass_cost_ms(cost, 11) == pytest.approx(267 + 2 * (267 - 160) / 5)
     assert expected_tokens(0.5, 2) == 1.75
-    meter = LoadMeter(cost, 8)
+    meter = LoadMeter(PassCosts(cost), 8)
     assert meter.load(1).gamma_hint == 8
     assert 1 <= meter.load(8).gamma_hint < 8
     meter.waiting = 1

@@ -34,7 +34,10 @@ def capacity(
         ),
     ] = None,
     batch: Annotated[
-        str | None, typer.Option(help="ms of a decode step of 1, 2, … sessions; CURVE's by default", metavar="CURVE")
+        str | None,
+        typer.Option(
+            help="ms of a pass over 1, 2, … positions of several sessions; CURVE's by default", metavar="CURVE"
+        ),
     ] = None,
     prefill_ms: Annotated[float | None, typer.Option(min=0.0, help="ms of a prompt token")] = None,
     message_ms: Annotated[float, typer.Option(min=0.0, help="ms of handling between a pass and the next")] = 1.0,

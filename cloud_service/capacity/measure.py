@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from cloud_service.batcher import BatchDecoder
 from cloud_service.capacity.plan import Costs
-from cloud_service.target import COST_REPEATS, PREFILL_CHUNK, measure_cost_ms, positions_worth_measuring
+from cloud_service.pass_costs import BatchDecoder, measure
+from cloud_service.target import PREFILL_CHUNK, positions_worth_measuring
 from shared.causal_lm import CausalLM
 
-SIZES = (1, 2, 4, 8)
-"""Sessions of a measured step; the sizes between are interpolated."""
 PAST = 64
 """Tokens that the sessions hold meanwhile."""
 
 
 def measure_costs(decoder: BatchDecoder[Any], clock: Callable[[], float] = time.perf_counter) -> Costs:
-    """Passes of one session, steps of several, and a prompt token: medians of a few."""
-    caches = [decoder.new_cache() for _ in range(max(SIZES))]
-    verify = measure_cost_ms(caches[0], positions_worth_measuring(decoder.context_length), clock)
-    chunks = [_timed_ms(functools.partial(_fill, cache, PREFILL_CHUNK), clock) for cache in caches]
+    """Passes of one session, of several together, and a prompt token: medians of a few."""
+    caches = [decoder.new_cache() for _ in range(decoder.max_batch)]
+    chunks = [_chunk_ms(cache, clock) for cache in caches]
     for cache in caches:
-        _fill(cache, PAST - PREFILL_CHUNK)
-    steps = {size: median(_step_ms(decoder, caches[:size], clock) for _ in range(COST_REPEATS)) for size in SIZES}
-    return Costs(verify, interpolated(steps), median(chunks) / PREFILL_CHUNK)
+        cache.forward([0] * (PAST - PREFILL_CHUNK), 0)
+    passes = measure(decoder, caches, positions_worth_measuring(decoder.context_length - PAST), clock)
+    return Costs(passes.alone_ms, passes.together_ms, median(chunks) / PREFILL_CHUNK)
 
 
-def interpolated(steps: dict[int, float]) -> list[float]:
-    """Values for 1, 2, … from some of them, straight lines between."""
-    sizes = sorted(steps)
-    values = [steps[sizes[0]]]
-    for low, high in itertools.pairwise(sizes):
-        slope = (steps[high] - steps[low]) / (high - low)
-        values += [steps[low] + slope * (size - low) for size in range(low + 1, high + 1)]
-    return values
-
-
-def _fill(cache: CausalLM, num_tokens: int) -> None:
-    cache.forward([0] * num_tokens, 0)
-
-
-def _step_ms(decoder: BatchDecoder[Any], caches: Sequence[CausalLM], clock: Callable[[], float]) -> float:
-    return _timed_ms(lambda: decoder.decode_batch(caches, [0] * len(caches)), clock)
-
-
-def _timed_ms(work: Callable[[], object], clock: Callable[[], float]) -> float:
+def _chunk_ms(cache: CausalLM, clock: Callable[[], float]) -> float:
     started = clock()
-    work()
+    cache.forward([0] * PREFILL_CHUNK, 0)
     return (clock() - started) * 1e3

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from cloud_service.load import pass_cost_ms
+from cloud_service.pass_costs import PassCosts
 from cloud_service.target import PREFILL_CHUNK
 
 NORMAL_P95 = 1.645
@@ -17,7 +17,7 @@ NORMAL_P95 = 1.645
 class Costs:
     """Milliseconds of the cloud's model.
 
-    verify_ms[m - 1]: a pass over m positions of one session. batch_ms[n - 1]: a decode step of n sessions together;
+    verify_ms[m - 1]: a pass over m positions of one session. batch_ms[m - 1]: over m positions of several together;
     `verify_ms` where it wasn't measured. prefill_ms: a prompt token. message_ms: handling, between a pass and the next
     that it leads to.
     """
@@ -34,11 +34,16 @@ class Costs:
 
     def verify(self, positions: int) -> float:
         """One pass over so many positions."""
-        return pass_cost_ms(self.verify_ms, positions)
+        return self.passes.alone(positions)
 
-    def batch(self, size: int) -> float:
-        """One decode step of so many sessions."""
-        return pass_cost_ms(self.batch_ms or self.verify_ms, size)
+    def batch(self, positions: int) -> float:
+        """One pass over so many positions of several sessions."""
+        return self.passes.together(positions)
+
+    @property
+    def passes(self) -> PassCosts:
+        """As the service's rules take them."""
+        return PassCosts(self.verify_ms, self.batch_ms)
 
     def prefill(self, tokens: int) -> float:
         """Taking in so many tokens without reading logits."""

@@ -112,6 +112,16 @@ class Session:
     replied_at: float | None = None
 
 
+@dataclass(frozen=True)
+class Step:
+    """What waits for a pass: so many rows, since then. comes_again: a stream's."""
+
+    rows: int
+    comes_again: bool
+    asked_at: float
+    then: Then
+
+
 @dataclass
 class Counts:
     """What a replica did."""
@@ -132,14 +142,14 @@ class Replica:
         self._agenda = agenda
         self._costs = costs
         self.worker = Worker(agenda)
-        self.meter = LoadMeter(costs.verify_ms, limits.max_gamma)
+        self.meter = LoadMeter(costs.passes, limits.max_gamma)
         self.counts = Counts()
         self.num_sessions = 0
         self._slots = Slots(num_slots)
         self._round_places = Places(self._max_batch, limits.max_waiting, self.meter, agenda)
         self._stream_places = Places(self._max_batch, limits.max_waiting, self.meter, agenda)
-        self._steps: list[Then] = []
-        self._last_size = 1
+        self._steps: list[Step] = []
+        self._expected = 1
         self._last_pass_ms = 0.0
         self._batcher_is_idle = True
         self._linger_end: object | None = None
@@ -159,12 +169,7 @@ class Replica:
             self._take_in(session.tokens - min(held, session.tokens - 1), judge)
 
         def judge(rest: int) -> None:
-            if not gamma and rest == 1:
-                self._step(replied)
-            else:
-                asked_at = self._agenda.now
-                cost_ms = self._costs.verify(rest + gamma)
-                self.worker.run(cost_ms, replied, lambda: self.meter.queued(self._agenda.now - asked_at))
+            self._step(rest + gamma, replied)
 
         def replied() -> None:
             self._slots.release(session, session.tokens + accepted)
@@ -188,10 +193,7 @@ class Replica:
             self._take_in(session.tokens - min(held, session.tokens - 1), first)
 
         def first(rest: int) -> None:
-            if rest == 1:
-                self._step(made)
-            else:
-                self.worker.run(self._costs.verify(rest), made)
+            self._step(rest, made, comes_again=True)
 
         def made() -> None:
             nonlocal left
@@ -199,7 +201,7 @@ class Replica:
             session.tokens += 1
             each()
             if left:
-                self._agenda.after(self._costs.message_ms, lambda: self._step(made))
+                self._agenda.after(self._costs.message_ms, lambda: self._step(1, made, comes_again=True))
                 return
             self.meter.streams -= 1
             self._slots.release(session, session.tokens - 1)
@@ -217,8 +219,8 @@ class Replica:
         cost_ms = self._costs.prefill(PREFILL_CHUNK)
         self.worker.run(cost_ms, lambda: self._take_in(tokens - PREFILL_CHUNK, then))
 
-    def _step(self, then: Then) -> None:
-        self._steps.append(then)
+    def _step(self, rows: int, then: Then, *, comes_again: bool = False) -> None:
+        self._steps.append(Step(rows, comes_again, self._agenda.now, then))
         # The service's batcher is woken after all that happens at this instant.
         if self._batcher_is_idle:
             self._batcher_is_idle = False
@@ -227,7 +229,7 @@ class Replica:
             self._agenda.after(0.0, self._serve_if_complete)
 
     def _linger(self) -> None:
-        if len(self._steps) >= self._expected:
+        if len(self._steps) >= min(self._expected, self._max_batch):
             self._serve()
             return
         end = self._linger_end = object()
@@ -235,26 +237,27 @@ class Replica:
         self._agenda.after(wait_ms, lambda: self._serve() if self._linger_end is end else None)
 
     def _serve_if_complete(self) -> None:
-        if self._linger_end is not None and len(self._steps) >= self._expected:
+        if self._linger_end is not None and len(self._steps) >= min(self._expected, self._max_batch):
             self._serve()
-
-    @property
-    def _expected(self) -> int:
-        return min(self._last_size, self._max_batch)
 
     def _serve(self) -> None:
         self._linger_end = None
-        steps, self._steps = self._steps[: self._max_batch], self._steps[self._max_batch :]
-        self._last_size = len(steps)
-        cost_ms = self._last_pass_ms = self._costs.batch(len(steps))
+        size = self._costs.passes.num_together([step.rows for step in self._steps[: self._max_batch]])
+        steps, self._steps = self._steps[:size], self._steps[size:]
+        rows = sum(step.rows for step in steps)
+        cost_ms = self._last_pass_ms = self._costs.batch(rows) if size > 1 else self._costs.verify(rows)
+
+        def begun() -> None:
+            self.meter.queued(sum(self._agenda.now - step.asked_at for step in steps) / size)
 
         def done() -> None:
             self.counts.batches += 1
             self.counts.batched_steps += len(steps)
+            self._expected = len(self._steps) + sum(step.comes_again for step in steps)
             for step in steps:
-                step()
+                step.then()
             self._batcher_is_idle = not self._steps
             if self._steps:
                 self._linger()
 
-        self.worker.run(cost_ms, done)
+        self.worker.run(cost_ms, done, begun)

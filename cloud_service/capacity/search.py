@@ -83,6 +83,6 @@ def hint_turns(
             for gamma in range(limits.max_gamma + 1)
         )
         idle_ms = edges.rtt_ms + edges.draft_ms
-        rule = best_gamma(edges.acceptance, costs.verify_ms, idle_ms, number, limits.max_gamma)
+        rule = best_gamma(edges.acceptance, costs.passes, idle_ms, number, limits.max_gamma)
         found.append(Turn(number, rates, max(range(len(rates)), key=rates.__getitem__), rule))
     return found
