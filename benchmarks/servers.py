@@ -63,6 +63,11 @@ class ServerProcess:
         self._stop()
         self._output.close()
 
+    @property
+    def pid(self) -> int:
+        """The process itself."""
+        return self._process.pid
+
     def usage(self) -> Usage:
         """CPU and memory of the process and its children so far."""
         process = psutil.Process(self._process.pid)

@@ -115,13 +115,12 @@ def _load(
     """Load one model, warm it, and measure what its passes cost."""
     progress(f"loading {_name(reference)}", 0, 0)
     model = OnnxModel(path, context_length=settings.context_length, num_threads=settings.threads)
-    slots: SlotPool[CausalLM] = SlotPool(partial(new_cache, model), settings.max_running)
-    with slots.slot(()) as lm:
-        curve = measure_curve(lm, positions=positions)
+    # Its cache goes away again, and with it the memory of logits for the longest draft.
+    curve = measure_curve(new_cache(model), positions=positions)
     local = LocalModel(
         _name(reference),
         Tokenizer.from_directory(path),
-        slots,
+        SlotPool(partial(new_cache, model), settings.max_running),
         model.context_length,
         open_model_directory(path).weight_bytes,
     )

@@ -14,6 +14,7 @@ from shared.cpus import usable_cpus
 from shared.draft_head import Features, HeadOutput
 from shared.errors import ContextLengthError
 from shared.logits_memory import LogitsMemory
+from shared.memory import mapped_while, untouched_zeros
 from shared.models.head import HeadDirectory
 from shared.models.target_embedding import TargetEmbedding
 from shared.onnx_lm import LOGITS_FROM
@@ -41,7 +42,9 @@ class OnnxHead:
         self.vocabulary = directory.vocabulary
         self.embedding = embedding
         self.context_length = min(context_length, directory.manifest.context_length)
-        self.session = load_session(directory.model_path, num_threads or usable_cpus())
+        threads = num_threads or usable_cpus()
+        self.session, pages = mapped_while(directory.path, lambda: load_session(directory.model_path, threads))
+        pages.release()
 
     def new_cache(self) -> OnnxHeadCache:
         """A new, empty sequence. Its memory is touched only as it fills."""
@@ -63,8 +66,7 @@ class OnnxHeadCache(CachedTokens):
         self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(self._logits))
         shape = (1, manifest.num_kv_heads, head.context_length, manifest.head_size)
         for part in ("key", "value"):
-            # np.zeros maps pages without touching them: an idle cache costs address space, not memory.
-            buffer = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
+            buffer = ort.OrtValue.ortvalue_from_numpy(untouched_zeros(shape, np.float32))
             self._binding.bind_ortvalue_input(f"past_key_values.0.{part}", buffer)
             self._binding.bind_ortvalue_output(f"present.0.{part}", buffer)
 

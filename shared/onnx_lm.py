@@ -20,6 +20,7 @@ from shared.cpus import usable_cpus
 from shared.draft_head import Features
 from shared.errors import ModelFileError, UnsupportedModelError
 from shared.logits_memory import LogitsMemory
+from shared.memory import mapped_while, untouched_zeros
 from shared.onnx_sequence import OnnxSequence
 from shared.onnx_session import bind_array, load_session, run_bound
 
@@ -28,6 +29,9 @@ LOGITS_FROM = "logits_from"
 
 HIDDEN_STATES = "hidden_states"
 """Our graphs' output after the last norm."""
+
+KEPT_ROWS = 256
+"""Tokens taken in before the pages of rows that were looked up are given back: 16 MB of an embedding."""
 
 _NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
@@ -101,7 +105,9 @@ class OnnxModel:
         self.config = DecoderConfig.from_directory(directory)
         self.context_length = min(context_length, self.config.context_length)
         self.num_threads = num_threads or usable_cpus()
-        self._session = self._open()
+        self._session, self._weight_pages = mapped_while(directory, self._open)
+        self._weight_pages.release()
+        self._rows_looked_up = 0
         inputs = {value.name: value for value in self._session.get_inputs()}
         first_key = self.config.past_key % 0
         if first_key not in inputs or self.config.input_ids not in inputs:
@@ -184,7 +190,16 @@ class OnnxModel:
         logits = memory.narrow(len(tokens), rows)
         binding.bind_ortvalue_output(config.logits, ort.OrtValue.ortvalue_from_numpy(logits))
         run_bound(self._session, binding, self.directory.name)
+        self._forget_looked_up_rows(len(tokens) * new)
         return memory.widened(logits)[:, rows - num_logits :]
+
+    def _forget_looked_up_rows(self, count: int) -> None:
+        """Every so often. The system maps 16 pages around the row of each token that is looked up; in the end they
+        would be the whole embedding."""
+        self._rows_looked_up += count
+        if self._rows_looked_up >= KEPT_ROWS:
+            self._rows_looked_up = 0
+            self._weight_pages.release()
 
     def _choose_logits(self, binding: Any, num_rows: int, num_logits: int) -> int:
         """Ask for the logits of the last rows; how many the graph will give."""
@@ -204,9 +219,10 @@ class OnnxCausalLM(OnnxSequence):
         self._logits = model.new_logits()
         self._binding = model.binding()
         shape = (1, config.num_kv_heads, model.context_length, config.head_size)
-        # np.zeros maps pages without touching them: an idle cache costs address space, not memory.
+        # An idle cache costs address space, not memory.
         self._cache = [
-            (np.zeros(shape, model.cache_type), np.zeros(shape, model.cache_type)) for _ in range(config.num_layers)
+            (untouched_zeros(shape, model.cache_type), untouched_zeros(shape, model.cache_type))
+            for _ in range(config.num_layers)
         ]
         for layer, pair in enumerate(self._cache):
             for buffer, past, present in zip(
@@ -228,7 +244,7 @@ class OnnxHiddenStateLM(OnnxCausalLM):
         super().__init__(model)
         if model.hidden_size is None:
             raise UnsupportedModelError(f"{model.config.model_path} gives no {HIDDEN_STATES!r}, which a head reads")
-        self._hidden = np.zeros((model.context_length, model.hidden_size), np.float32)
+        self._hidden = untouched_zeros((model.context_length, model.hidden_size), np.float32)
 
     def hidden_states(self, start: int, stop: int) -> Features:
         """See `HiddenStates.hidden_states`."""

@@ -101,7 +101,7 @@ def test_G2_links_missing_weights_and_paths_that_lead_out(copy: Path, tmp_path: 
 def test_G4_idle_costs_nothing_and_memory_stays_flat(directory: Path) -> None:
     """Idle threads spin at full load, and the arena grows with every new length (headroom#2540, screenpipe#5252).
 
-    Here: threads spin for 50 microseconds at most, weights stay outside the arena, caches are reused buffers.
+    Here: threads spin for 50 microseconds at most, memory comes from no arena, caches are reused buffers.
     """
     lm = OnnxModel(directory, context_length=256).new_cache()
     process = psutil.Process()
