@@ -64,13 +64,14 @@ def mapped_while(folder: Path, load: Callable[[], T]) -> tuple[T, MappedPages]:
     stay in memory though nobody reads them again: a twelfth of the model.
     """
     with _LOADING:
-        before = set(_unwritten_ranges(folder.resolve()))
+        files = {str(path.resolve()) for path in folder.iterdir()}
+        before = set(_unwritten_ranges(files))
         loaded = load()
-        return loaded, MappedPages(set(_unwritten_ranges(folder.resolve())) - before)
+        return loaded, MappedPages(set(_unwritten_ranges(files)) - before)
 
 
-def _unwritten_ranges(folder: Path) -> Iterator[Range]:
-    """Each mapping of a file below the folder that still is what the file holds."""
+def _unwritten_ranges(files: set[str]) -> Iterator[Range]:
+    """Each mapping of one of the files that still is what the file holds."""
     if not SMAPS.exists():
         return
     found: Range | None = None
@@ -78,6 +79,6 @@ def _unwritten_ranges(folder: Path) -> Iterator[Range]:
         first, *others = line.split(maxsplit=5)
         if not first.endswith(":"):
             start, stop = (int(end, 16) for end in first.split("-"))
-            found = (start, stop) if len(others) == 5 and folder in Path(others[-1]).parents else None
+            found = (start, stop) if others[-1] in files else None
         elif found is not None and first == "Anonymous:" and others[0] == "0":
             yield found

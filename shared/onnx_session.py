@@ -23,7 +23,8 @@ def load_session(path: Path, num_threads: int, graph: bytes | None = None) -> or
     if not path.is_file():
         raise ModelFileError(f"{path} is missing")
     options = session_options(num_threads)
-    options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
+    if graph is not None:  # With a path ONNX Runtime follows links, with a folder it refuses them.
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
     try:
         return ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises classes of its own that share no base.
