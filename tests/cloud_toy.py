@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 
 from cloud_service.app import LoadedModel, Service, create_app
 from cloud_service.config import CloudSettings, load_settings
-from cloud_service.loading import load_service, open_fleet, open_store
+from cloud_service.loading import load_model, open_fleet, open_store
+from cloud_service.pass_costs import PassCosts, measure
 from shared.causal_lm import Logits
 from shared.inference_thread import InferenceThread
 from shared.server import Server, bind
@@ -80,11 +82,28 @@ class TableDecoder:
 
 
 def toy_app(settings: CloudSettings, decoder: TableDecoder, num_slots: int = 16) -> FastAPI:
+    return app_around(settings, LoadedModel("toy-target", FINGERPRINT, decoder, num_slots))
+
+
+def app_around(settings: CloudSettings, model: LoadedModel, costs: PassCosts | None = None) -> FastAPI:
+    """costs: of the model's passes, where they were measured before."""
+
     async def start(settings: CloudSettings) -> Service:
-        model = LoadedModel("toy-target", FINGERPRINT, decoder, num_slots)
-        return Service(settings, model, InferenceThread(), open_store(settings), open_fleet(settings))
+        kind = Service if costs is None else lambda *parts: MeasuredService(costs, *parts)
+        return kind(settings, model, InferenceThread(), open_store(settings), open_fleet(settings))
 
     return create_app(settings, start)
+
+
+class MeasuredService(Service):
+    """One that knows what its model's passes cost."""
+
+    def __init__(self, costs: PassCosts, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.meter.costs = costs
+
+    async def measure(self) -> None:
+        """Nothing is left to do."""
 
 
 def toy_server(app: FastAPI, settings: CloudSettings, on_ready: Callable[[int], None] = lambda port: None) -> Server:
@@ -128,7 +147,7 @@ def running_cloud(decoder: TableDecoder | None = None, num_slots: int = 16, **fl
 class CloudProcess:
     """A service in a process of its own, that can be killed, frozen and started again on the same port.
 
-    The processes are forked from one that has done its imports, so that a restart takes no time.
+    The processes are forked from one that has done its imports and has read the model, so that a restart takes no time.
     """
 
     def __init__(
@@ -219,6 +238,10 @@ def main() -> None:
     parser.add_argument("--held-by", type=Path, default=Path("/nowhere"))
     parser.add_argument("--model", help="directory of a real model")
     arguments = parser.parse_args()
+    settings = load_settings({"preset": "tiny", "port": arguments.port, "model": arguments.model, "threads": 1})
+    # With one thread ONNX Runtime has none of its own that a fork would lose.
+    model = load_model(settings) if arguments.model else None
+    costs = measure(model.decoder, [model.decoder.new_cache() for _ in range(8)], 9) if model else None
     pid = 0
     for command in sys.stdin:
         if command.strip() == "start":
@@ -232,9 +255,8 @@ def main() -> None:
         sys.stdout.flush()
     else:
         return
-    settings = load_settings({"preset": "tiny", "port": arguments.port, "model": arguments.model, "threads": 1})
     decoder = TableDecoder(arguments.pass_s, hold=lambda: wait_until(lambda: not arguments.held_by.exists()))
-    app = create_app(settings, load_service) if arguments.model else toy_app(settings, decoder)
+    app = app_around(settings, model, costs) if model else toy_app(settings, decoder)
     asyncio.run(toy_server(app, settings).serve([bind(settings.host, settings.port)]))
 
 
