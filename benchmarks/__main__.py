@@ -33,6 +33,7 @@ from edge_agent.scenarios import Scenario, built_in, read_scenarios
 from shared.models.cache import ModelCache
 from shared.models.directory import open_model_directory
 from shared.models.pull import fetch_gguf, pull
+from shared.models.stored_graph import StoredGraph
 
 DIRECT, AUTO = "ours, direct", "ours, auto"
 MIN_TOKENS = 8
@@ -231,7 +232,8 @@ def main() -> int:
     console = Console(width=200)
     scenarios = (read_scenarios(arguments.prompts) if arguments.prompts else built_in())[:: arguments.every]
     weights = _weights(arguments.preset)
-    floor_s = open_model_directory(Path(weights.directory)).weight_bytes / measure_bandwidth()
+    read = StoredGraph(open_model_directory(Path(weights.directory)).model_path).bytes_read()
+    floor_s = read / measure_bandwidth()
     with ExitStack() as stack:
         # Two of ours, so that neither finds its prompt in a cache that the other has filled.
         direct, auto = (

@@ -13,9 +13,12 @@ import onnxruntime as ort
 import pytest
 import xllamacpp
 
+from shared.models.blocks import PAGE
 from shared.models.build import build_model
+from shared.models.graph import REFINED_IDS
 from shared.models.quantise import Precision
 from shared.models.scheme import Scheme, TensorClass
+from shared.models.stored_graph import StoredGraph
 from tests.random_decoder import DecoderShape, reference_logits, write_random_decoder
 
 BUFFER = 48
@@ -201,3 +204,39 @@ def test_a_trimmed_vocabulary_is_the_first_ids_of_the_whole(tmp_path: Path, tied
         rows.append(Runner(directory).one(ids, 0))
     assert rows[1].shape[1] == 100
     assert np.allclose(rows[0][:, :100], rows[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_split_vocabulary_gives_the_likeliest_ids_all_their_bits(tmp_path: Path, tied: bool, ids: list[int]) -> None:
+    tensors = write_random_decoder(tmp_path / "random.gguf", DecoderShape("qwen2", tied=tied))
+    kinds = dict.fromkeys(TensorClass, Precision(8, 32, True))
+    scheme = Scheme("split", 0, kinds, splits_vocabulary=True)
+    built = tmp_path / "built"
+    build_model(tmp_path / "random.gguf", built, role=scheme, progress=lambda _what, _done: None)
+    session = Runner(built).session
+    past = {
+        value.name: np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
+        for value in session.get_inputs()
+        if value.name.startswith("past")
+    }
+    feed = {"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), np.int64)}
+    logits, hidden = (output[0] for output in session.run(["logits", "hidden_states"], feed | past))
+    stored = StoredGraph(built / "model.onnx").stored("lm_head")
+    expected = hidden @ stored.rows(slice(None)).T
+    coarse = hidden @ replace(stored, fine=None).rows(slice(None)).T
+    refined = np.argsort(-coarse, axis=-1)[:, :REFINED_IDS]
+    wanted = coarse.copy()
+    np.put_along_axis(wanted, refined, np.take_along_axis(expected, refined, -1), -1)
+    assert np.abs(logits - wanted).max() < 1e-3 * expected.std()
+    assert np.abs(logits - expected).max() > 0.1 * expected.std()  # the others have 4 bits
+    assert np.array_equal(logits.argmax(-1), expected.argmax(-1))
+    matrix = tensors["token_embd.weight" if tied else "output.weight"]
+    assert np.linalg.norm(stored.rows(slice(None)) - matrix) < 0.012 * np.linalg.norm(matrix)
+    graph = StoredGraph(built / "model.onnx")
+    looked_up = ["lm_head.fine.codes"]
+    if not tied:
+        looked_up += ["embedding.codes", "embedding.scales", "embedding.fine.codes"]
+    unread = sum(graph.array(name).nbytes for name in looked_up)
+    weights = (built / "model.onnx.data").stat().st_size
+    padding = PAGE * sum(entry.nbytes > 0 for entry in map(graph.array, graph.names()))
+    assert weights - padding < graph.bytes_read() + unread <= weights

@@ -15,7 +15,17 @@ from onnx import TensorProto, helper, numpy_helper
 
 from shared.errors import ConfigError
 from shared.models.gguf_source import RawTensor
-from shared.models.quantise import Precision, QuantisedMatrix, carries_over, carry_over, dequantise, quantise, stack
+from shared.models.quantise import (
+    Precision,
+    QuantisedMatrix,
+    carries_over,
+    carry_over,
+    dequantise,
+    quantise,
+    split_quantise,
+    stack,
+    stack_split,
+)
 from shared.models.scheme import TensorClass, is_sensitive, scheme_named
 
 ROWS, COLUMNS = 24, 256
@@ -89,6 +99,24 @@ def test_the_search_beats_plain_rounding() -> None:
     assert np.linalg.norm(found - WEIGHTS) < np.linalg.norm(plain - WEIGHTS)
 
 
+@pytest.mark.parametrize("block", [32, 128])
+def test_the_halves_of_a_split_matrix_make_eight_bits(block: int) -> None:
+    weights = WEIGHTS.copy()
+    weights[0, :4] = 9, -9, 8.9, -8.9  # both extremes in one block
+    weights[1, :block] = 0
+    split = split_quantise(weights, block)
+    whole = dequantise(split.coarse) + dequantise(split.fine)
+    step = np.abs(weights.reshape(ROWS, -1, block)).max(-1, keepdims=True) / 119
+    assert (np.abs((whole - weights).reshape(ROWS, -1, block)) <= 0.501 * step).all()
+    assert np.linalg.norm(whole - weights) < 0.012 * np.linalg.norm(weights)
+    assert np.linalg.norm(dequantise(split.coarse) - weights) < 0.2 * np.linalg.norm(weights)
+    assert not whole[1, :block].any()
+    assert np.allclose(multiplied_by_onnx_runtime(split.coarse), dequantise(split.coarse), atol=1e-6)
+    parts = [split_quantise(weights[:8], block), split_quantise(weights[8:], block)]
+    assert np.array_equal(dequantise(stack_split(parts).fine), dequantise(split.fine))
+    assert np.array_equal(dequantise(split.first(5).fine), dequantise(split.fine)[:5])
+
+
 def test_an_all_zero_block_stays_zero() -> None:
     for precision in (Precision(4, 32, True), Precision(4, 32, False), Precision(8, 32, True)):
         assert not dequantise(quantise(np.zeros((2, 64), np.float32), precision)).any()
@@ -112,7 +140,7 @@ def test_small_models_get_more_bits() -> None:
     for measured, large in ((False, "mixed"), (True, "q4-mixed-128")):
         sizes = (135_000_000, 494_000_000, 1_500_000_000)
         chosen = [scheme.for_source(size, measured=measured) for size in sizes]
-        assert [one.name for one in chosen] == ["q8", "q8-mixed", large]
+        assert [one.name for one in chosen] == ["q8", "q8-half", large]
         assert chosen[1].precision(TensorClass.QKV).bits == 8
     assert [is_sensitive(layer, 24) for layer in (0, 3, 5, 23)] == [True, False, True, True]
     with pytest.raises(ConfigError, match="q7"):

@@ -35,6 +35,7 @@ def calibrate(
     from shared.models.cache import ModelCache
     from shared.models.directory import open_model_directory
     from shared.models.pull import pull
+    from shared.models.stored_graph import StoredGraph
     from shared.models.target_embedding import TargetEmbedding
     from shared.onnx_head import OnnxHead
     from shared.onnx_lm import OnnxModel
@@ -59,7 +60,7 @@ def calibrate(
         draft_costs[settings.draft] = measure_curve(drafter.new_cache(), positions=(1,))[0]
     console.print(curve_table(settings.target, curve))
     console.print(gamma_table(curve, draft_costs))
-    console.print(floor_table(open_model_directory(path).weight_bytes, bandwidth, curve.at(1)))
+    console.print(floor_table(StoredGraph(open_model_directory(path).model_path).bytes_read(), bandwidth, curve.at(1)))
 
 
 def curve_table(name: str, curve: CostCurve) -> Table:
@@ -88,11 +89,11 @@ def _best(curve: CostCurve, alpha: float, draft_cost: float) -> str:
     return f"{gamma} ({measured_speedup([alpha] * gamma, curve, draft_cost):.2f})"
 
 
-def floor_table(weight_bytes: int, bandwidth: float, direct_s: float) -> Table:
-    """The time that reading the weights alone takes, and how near a direct token comes to it."""
-    floor = weight_bytes / bandwidth
+def floor_table(bytes_read: int, bandwidth: float, direct_s: float) -> Table:
+    """The time that reading the weights that a pass needs takes, and how near a direct token comes to it."""
+    floor = bytes_read / bandwidth
     table = Table("", "ms a token", "reached", title="memory floor")
-    table.add_row(f"P / B: {weight_bytes / 1e6:,.0f} MB at {bandwidth / 1e9:.1f} GB/s", *_reached(floor, direct_s))
+    table.add_row(f"P / B: {bytes_read / 1e6:,.0f} MB at {bandwidth / 1e9:.1f} GB/s", *_reached(floor, direct_s))
     table.add_row("2 P / B: activations and KV as a second trip", *_reached(2 * floor, direct_s))
     table.add_row("direct token, measured", f"{direct_s * 1000:.1f}", "")
     return table

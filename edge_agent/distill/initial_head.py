@@ -1,4 +1,4 @@
-"""A head to begin with: made of the target (its last layer and its vocabulary's rows), or a trained one to go on from."""
+"""A head to begin with: made of the target (its last layer, its vocabulary), or a trained one to go on from."""
 
 from __future__ import annotations
 

@@ -85,14 +85,14 @@ class TargetWeights:
         """The same of an array that not every architecture has."""
         return self.vector(name) if self._graph.has(name) else None
 
-    def matrix(self, name: str, node: str | None = None) -> Tensor:
-        """A matrix [rows, columns]; `node`: the product that uses it, when that has another name."""
-        parts = [torch.from_numpy(part).to(self.dtype) for part in self._graph.rows(name, node)]
+    def matrix(self, name: str) -> Tensor:
+        """A matrix [rows, columns]."""
+        parts = [torch.from_numpy(part).to(self.dtype) for part in self._graph.rows(name)]
         return torch.cat(parts).to(self.device)
 
     def lm_head(self) -> Tensor:
         """The vocabulary projection [V, H]."""
-        return self.matrix("lm_head", node="logits")
+        return self.matrix("lm_head")
 
     def layer(self, number: int, num_rows: int) -> TorchLayer:
         """One decoder layer, for about so many rows at a time."""

@@ -147,12 +147,11 @@ class GraphBlocks:
         self._branch = self._feed_forward(layer, weights, normed)
         self._num_layers += 1
 
-    def _project(self, hidden: str, head: QuantisedMatrix, *, stored: bool) -> None:
-        """The vocabulary projection `lm_head` of the rows asked for. `stored`: its initializers exist already."""
+    def _wanted(self, hidden: str) -> str:
+        """The positions whose logits are asked for."""
         self._constant("logits_from", np.array([0], np.int64))
         self._constant("slice.end", np.array([np.iinfo(np.int64).max], np.int64))
-        wanted = self._node("Slice", [hidden, "logits_from", "slice.end", "axis.one"], "wanted_states")
-        self._product("lm_head", wanted, head, output="logits", stored=stored)
+        return self._node("Slice", [hidden, "logits_from", "slice.end", "axis.one"], "wanted_states")
 
     def _model(
         self, name: str, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto]

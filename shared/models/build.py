@@ -27,13 +27,22 @@ from shared.models.directory import (
     genai_config,
 )
 from shared.models.gguf_source import FloatArray, GgufSource, RawTensor
-from shared.models.graph import DecoderGraph
+from shared.models.graph import DecoderGraph, Vocabulary
 from shared.models.importance import Importance
-from shared.models.quantise import Precision, QuantisedMatrix, carries_over, carry_over, quantise, stack
+from shared.models.quantise import (
+    Precision,
+    QuantisedMatrix,
+    carries_over,
+    carry_over,
+    quantise,
+    split_quantise,
+    stack,
+    stack_split,
+)
 from shared.models.scheme import Scheme, TensorClass, scheme_named
 from shared.models.whole_directory import whole_directory
 
-BUILDER_VERSION = 4
+BUILDER_VERSION = 5
 DEFAULT_CONTEXT = 8192
 CHUNK_ELEMENTS = 1 << 18
 SAME_MATRIX = 0.1  # relative difference under which an output matrix is a requantised copy of the embedding
@@ -89,6 +98,17 @@ class _Quantiser:
         weights = self.importance.weights(kind, layer)
         with ThreadPoolExecutor(usable_cpus()) as pool:
             return stack(list(pool.map(lambda chunk: _quantise_chunk(chunk, precision, weights), chunks)))
+
+    def vocabulary(self, raw: RawTensor) -> Vocabulary:
+        """An embedding or a vocabulary projection, split where the scheme says so."""
+        wanted = self.scheme.precision(TensorClass.VOCABULARY)
+        if not self.scheme.splits_vocabulary:
+            return self.matrix([raw], TensorClass.VOCABULARY)
+        precision = wanted.fitted(raw.columns)
+        self.chosen.setdefault(TensorClass.VOCABULARY, Counter())[precision] += 1
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            chunks = raw.chunks(CHUNK_ELEMENTS)
+            return stack_split(list(pool.map(lambda chunk: split_quantise(chunk.to_float(), precision.block), chunks)))
 
     def records(self) -> dict[str, list[PrecisionRecord]]:
         return {
@@ -181,16 +201,15 @@ def _graph(working: Path, quantiser: _Quantiser, context: int, progress: Progres
         data.close()
 
 
-def _vocabulary(quantiser: _Quantiser) -> tuple[QuantisedMatrix, QuantisedMatrix | None]:
+def _vocabulary(quantiser: _Quantiser) -> tuple[Vocabulary, Vocabulary | None]:
     """The embedding, and the vocabulary projection or None when one matrix serves as both."""
     source = quantiser.source
-    kind = TensorClass.VOCABULARY
     embedding = source.raw("token_embd.weight")
     if not source.has("output.weight"):
-        return quantiser.matrix([embedding], kind), None
+        return quantiser.vocabulary(embedding), None
     output = source.raw("output.weight")
-    head = quantiser.matrix([output], kind)
-    return (head, None) if _are_copies(output, embedding) else (quantiser.matrix([embedding], kind), head)
+    head = quantiser.vocabulary(output)
+    return (head, None) if _are_copies(output, embedding) else (quantiser.vocabulary(embedding), head)
 
 
 def _are_copies(one: RawTensor, other: RawTensor) -> bool:

@@ -283,7 +283,7 @@ def read_head_weights(head: HeadDirectory) -> HeadWeights:
         up=up,
         ffn_down=graph.matrix("layers.0.ffn_down"),
         output_norm=vector("output_norm"),
-        lm_head=np.concatenate(list(graph.rows("lm_head", "logits"))),
+        lm_head=graph.matrix("lm_head"),
         vocabulary=head.vocabulary,
     )
 

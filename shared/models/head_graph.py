@@ -37,7 +37,7 @@ class HeadGraph(GraphBlocks):
     def finish(self, output_norm: FloatArray, lm_head: QuantisedMatrix) -> onnx.ModelProto:
         """The last norm, the projection onto the trimmed vocabulary, and the whole model."""
         normed = self._norm("output_norm", output_norm, summed="features_out")
-        self._project(normed, lm_head, stored=False)
+        self._product("lm_head", self._wanted(normed), lm_head, output="logits")
         value: Callable[..., onnx.ValueInfoProto] = helper.make_tensor_value_info
         sequence = ["batch_size", "sequence_length", len(output_norm)]
         inputs = [value(name, TensorProto.FLOAT, sequence) for name in ("embeddings", "features")]

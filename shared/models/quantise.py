@@ -71,6 +71,61 @@ class QuantisedMatrix:
         return QuantisedMatrix(self.precision, self.columns, self.codes[:rows], self.scales[:rows], zeros)
 
 
+SPLIT_RANGE = (-136, 119)
+"""Of 16 * coarse + fine, both from -8 to 7."""
+
+
+@dataclass(frozen=True)
+class SplitMatrix:
+    """8 bits a weight as the sum of two 4-bit matrices: `coarse` alone is the weight to 4 bits, `fine` what it misses.
+
+    A product that needs all bits of a few rows only reads half the bytes: `coarse` for all rows, `fine` for those.
+    Both are symmetric and share their scales: `fine`'s are a sixteenth of `coarse`'s, and aren't stored.
+    """
+
+    coarse: QuantisedMatrix
+    fine_codes: ByteArray
+
+    @property
+    def rows(self) -> int:
+        return self.coarse.rows
+
+    @property
+    def fine(self) -> QuantisedMatrix:
+        """What to add to `coarse`."""
+        coarse = self.coarse
+        scales = coarse.scales / np.float32(16)
+        return QuantisedMatrix(coarse.precision, coarse.columns, self.fine_codes, scales, None)
+
+    def first(self, rows: int) -> SplitMatrix:
+        """Its first rows; all where it has no more."""
+        return SplitMatrix(self.coarse.first(rows), self.fine_codes[:rows])
+
+
+def split_quantise(weights: FloatArray, block: int) -> SplitMatrix:
+    """Quantise [rows, columns] to 8 bits in two halves; the block must divide the columns.
+
+    Of a block's two extremes the larger one lies on the side with the longer range: its scale has that sign.
+    """
+    rows, columns = weights.shape
+    blocks = weights.reshape(rows, columns // block, block)
+    low, high = -np.minimum(blocks.min(axis=-1), 0), np.maximum(blocks.max(axis=-1), 0)
+    longer, shorter = -SPLIT_RANGE[0], SPLIT_RANGE[1]
+    scales = _positive(np.maximum(np.maximum(low, high) / longer, np.minimum(low, high) / shorter))
+    scales = np.where(high > low, -scales, scales).astype(np.float32)
+    values = np.clip(np.rint(blocks / scales[..., None]), *SPLIT_RANGE).astype(np.int16)
+    coarse = (values + 8) >> 4
+    fine = values - 16 * coarse
+    codes, fine_codes = (pack_nibbles((half + 8).astype(np.uint8)) for half in (coarse, fine))
+    return SplitMatrix(QuantisedMatrix(Precision(4, block, True), columns, codes, 16 * scales, None), fine_codes)
+
+
+def stack_split(parts: list[SplitMatrix]) -> SplitMatrix:
+    """Split matrices of one block and width above each other."""
+    fine_codes = np.concatenate([part.fine_codes for part in parts])
+    return SplitMatrix(stack([part.coarse for part in parts]), fine_codes)
+
+
 def stack(parts: list[QuantisedMatrix]) -> QuantisedMatrix:
     """Matrices of one precision and width above each other."""
     first = parts[0]

@@ -36,6 +36,7 @@ class Scheme:
     precisions: Mapping[TensorClass, Precision]
     sensitive: Mapping[TensorClass, Precision] = field(default_factory=dict)
     num_ids: int | None = None  # how many of the vocabulary, the first ones, can be predicted; None for all
+    splits_vocabulary: bool = False  # its 8 bits into two halves: see `SplitMatrix`
     weighted: bool = True  # by what is known of the importance of each input
     for_smaller: tuple[tuple[int, Scheme], ...] = ()  # (parameters, what a model of fewer gets instead), rising
     for_measured: Scheme | None = None  # what a larger model gets whose inputs' importance is known
@@ -71,12 +72,13 @@ def schemes() -> dict[str, Scheme]:
     mixed_eight = dict.fromkeys(TensorClass, eight) | {TensorClass.GATE_UP: four}
     mixed = dict.fromkeys(TensorClass, four) | {TensorClass.VOCABULARY: eight}
     coarser = dict.fromkeys(TensorClass, Precision(4, 128, False)) | {TensorClass.VOCABULARY: eight}
-    # Not weighted, so that it stays what draft heads were trained on.
-    q8_mixed = Scheme("q8-mixed", 4, mixed_eight, weighted=False)
+    # Not weighted, so that they stay what draft heads were trained on.
+    q8_mixed = Scheme("q8-mixed", 4, mixed_eight, weighted=False, splits_vocabulary=True)
+    q8_half = Scheme("q8-half", 4, mixed_eight, {TensorClass.GATE_UP: eight}, weighted=False, splits_vocabulary=True)
     down_and_qkv = {TensorClass.FFN_DOWN: eight, TensorClass.QKV: eight}
-    q4_mixed_128 = Scheme("q4-mixed-128", 4, coarser, down_and_qkv)
+    q4_mixed_128 = Scheme("q4-mixed-128", 4, coarser, down_and_qkv, splits_vocabulary=True)
     q8 = _uniform("q8", eight, eight)
-    smaller = ((300_000_000, q8), (1_000_000_000, q8_mixed))
+    smaller = ((300_000_000, q8), (1_000_000_000, q8_half))
     made = (
         q8,
         _uniform("q4", four, eight),
@@ -84,10 +86,18 @@ def schemes() -> dict[str, Scheme]:
         _uniform("q4-128", Precision(4, 128, False), eight),
         Scheme("draft", 4, dict.fromkeys(TensorClass, Precision(4, 128, False)), num_ids=DRAFT_IDS),
         q8_mixed,
-        Scheme("q8-half", 4, mixed_eight, {TensorClass.GATE_UP: eight}, weighted=False),
-        Scheme("q4-mixed", 4, mixed, down_and_qkv),
+        q8_half,
+        Scheme("q4-mixed", 4, mixed, down_and_qkv, splits_vocabulary=True),
         q4_mixed_128,
-        Scheme("mixed", 4, mixed, down_and_qkv, for_smaller=smaller, for_measured=q4_mixed_128),
+        Scheme(
+            "mixed",
+            4,
+            mixed,
+            down_and_qkv,
+            splits_vocabulary=True,
+            for_smaller=smaller,
+            for_measured=q4_mixed_128,
+        ),
     )
     return {scheme.name: scheme for scheme in made}
 
