@@ -124,9 +124,9 @@ class AcceptancePrior:
         """See `AcceptanceStats.asked`."""
         self._stats.asked(drafter, gain)
 
-    def promise(self, drafter: str) -> float:
-        """What asking this drafter gains; 0 while nothing was shown."""
-        return self._stats.promise(drafter, 0.0)
+    def promise(self, drafter: str, unseen: float) -> float:
+        """What asking this drafter gains. unseen: what to assume while nothing was shown."""
+        return self._stats.promise(drafter, unseen)
 
     def rate(self, cell: Cell, unseen: float) -> float:
         """Chance of a token of this cell. unseen: what to assume of a cell that was never judged."""
@@ -182,9 +182,12 @@ class AcceptanceWindow:
         self._stats.asked(drafter, gain)
         self._prior.asked(drafter, gain)
 
-    def promise(self, drafter: str) -> float:
-        """What asking this drafter is expected to gain, by this request and by all before it."""
-        return self._stats.promise(drafter, self._prior.promise(drafter))
+    def promise(self, drafter: str, unseen: float = 0.0) -> float:
+        """What asking this drafter is expected to gain, by this request and by all before it.
+
+        unseen: what to assume while neither has shown much.
+        """
+        return self._stats.promise(drafter, self._prior.promise(drafter, unseen))
 
     def typical_rates(self, drafter: str, gamma: int, expected: float) -> list[float]:
         """The same before a draft is there: by position, over all confidences. expected: the drafter's prior rate."""

@@ -3,9 +3,10 @@
 Any number of drafters. Each has a cost a token, and those with a cache of their own have a catch-up: what they must
 take in before they can draft again. A drafter that costs next to nothing is always asked, and its draft judged once it
 is there. One that costs something is asked if it *promises* a gain: the average, over the times it was asked, of what
-its drafts were worth less what they cost. Nothing is promised until it was shown, so a new drafter begins with trials,
-paid out of its account (`SpeculationLedger`); and a catch-up is made only where the promise, over the rest of the
-answer, is worth it.
+its drafts were worth less what they cost. Before it has shown anything it promises what drafters of its kind give
+elsewhere, once the answer can bear the disappointment; else nothing, and it begins with trials. Either way its account
+(`SpeculationLedger`) bounds what it may lose. A catch-up is made only where the promise, over the rest of the answer,
+is worth it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from edge_agent.policy import Drafting
 from edge_agent.speculation_ledger import SpeculationLedger
 from shared.acceptance import Draft
 
-EXPECTED_RATES = {"ngram": 0.5, "prediction": 0.7, "head": 0.55, "model": 0.7}
+EXPECTED_RATES = {"ngram": 0.5, "prediction": 0.7, "head": 0.45, "model": 0.6}
 """Acceptance of a drafter's token before any was judged."""
 
 FREE_DRAFT = 0.03
@@ -116,7 +117,7 @@ class DraftAdvisor:
         self._curve = curve
         free = [name for name in self._drafters if self.is_free(name)]
         costly = [name for name in self._drafters if not self.is_free(name)]
-        self._promises = {name: self.window.promise(name) for name in costly}
+        self._promises = {name: self.window.promise(name, self._unseen(name, prospect)) for name in costly}
         asked = [name for name in costly if self._pays(name, prospect)]
         self._trials = frozenset(name for name in costly if name not in asked and self._may_try(name, prospect))
         looking = not self._is_off or self._since_look >= LOOK_EVERY
@@ -212,6 +213,13 @@ class DraftAdvisor:
             return self._choose(draft, math.inf).length
         known = next((choice for appraised, choice in self._appraised if appraised is draft), None)
         return (known or self._choose(draft, self._accounts[draft.drafter].rounds.credit)).length
+
+    def _unseen(self, drafter: str, prospect: Prospect) -> float:
+        """What a costly drafter promises before it has shown anything: the gain of one token, at its kind's rate."""
+        loss = self._loss(drafter, 1)
+        if loss + prospect.catch_up.get(drafter, 0.0) > max(SMALL_CATCH_UP, TRIAL_SHARE * self._spent):
+            return 0.0
+        return max(0.0, EXPECTED_RATES.get(drafter, 0.5) * self.value - loss)
 
     def _pays(self, drafter: str, prospect: Prospect) -> bool:
         """Whether a costly drafter's promise is worth its catching up."""

@@ -366,6 +366,23 @@ def test_a_trial_waits_until_the_answer_can_bear_it() -> None:
     assert first_trial(prompt_length=20) == 8
 
 
+def test_a_cheap_drafter_is_asked_before_it_has_shown_anything() -> None:
+    """It then promises what its kind gives elsewhere; what it shows counts for more and more."""
+    engine = PolicyEngine(
+        CostModel([0.016, 0.0163, 0.021, 0.023, 0.027], {"head": 0.0012}), SERVER, drafters=("ngram", "head")
+    )
+    request = GenerationRequest((1,) * 20, 128)
+    controller = engine.open(request)
+    controller.decide(RoundState(request, 0, 0, 4000))
+    assert controller.draft_limit("head") > 0
+    assert controller.promise("head") == pytest.approx(0.45 - 0.075 - 0.3 / 16, abs=0.02)
+    for _ in range(60):
+        engine.prior.asked("head", -0.075)
+    disappointed = engine.open(request)
+    disappointed.decide(RoundState(request, 0, 0, 4000))
+    assert disappointed.draft_limit("head") == 0
+
+
 def first_trial(prompt_length: int) -> int | None:
     """The round of an answer of 128 tokens in which an unknown draft model is first asked."""
     _, controller = catching_up(prompt_length, 128)
@@ -393,7 +410,7 @@ def test_a_catch_up_stops_neither_other_drafters_nor_its_own() -> None:
     assert account.rounds.credit > before[0]
     assert account.starts.credit < before[1]
     assert engine.costs.draft_cost("model") == 0.005
-    assert engine.prior.promise("model") > 0.2
+    assert engine.prior.promise("model", 0.0) > 0.2
 
 
 def test_drafting_stops_where_another_token_is_not_worth_its_cost() -> None:
