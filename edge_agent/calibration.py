@@ -20,27 +20,28 @@ def measure_curve(
     lm: CausalLM,
     *,
     positions: Sequence[int] = CURVE_POSITIONS,
-    repeats: int = 3,
+    repeats: int = 5,
     past: int = 64,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Median seconds of one pass over m positions with logits for all, for m = 1..max(positions).
 
-    The repeats go round the positions, so that a slow spell of the machine falls on all of them. The cache is left
-    empty. A pass with few positions costs the same whatever the tokens are, so any will do.
+    The repeats go round the positions, so that a slow spell of the machine falls on all of them. A first round isn't
+    counted: it pays for pages and buffers. The cache is left empty. A pass with few positions costs the same whatever
+    the tokens are, so any will do.
     """
     tokens = [1 + index % 100 for index in range(past + max(positions))]
     lm.truncate(0)
     try:
         lm.forward(tokens[:past], 0)
-        lm.forward(tokens[:1], 1)  # The first pass after a load pays for pages and buffers.
         times: dict[int, list[float]] = {m: [] for m in positions}
-        for _ in range(repeats):
+        for number in range(1 + repeats):
             for m in positions:
                 lm.truncate(past)
                 started = clock()
                 lm.forward(tokens[past : past + m], m)
-                times[m].append(clock() - started)
+                if number:
+                    times[m].append(clock() - started)
     finally:
         lm.truncate(0)
     return interpolate({m: statistics.median(values) for m, values in times.items()})

@@ -35,6 +35,9 @@ MARGIN = 0.01
 SMALL_CATCH_UP = 0.25
 """Direct rounds of catching up that are no investment but a part of the draft."""
 
+ENOUGH_RETURN = 4.0
+"""Times its cost that a catch-up has to bring, however little that is in time."""
+
 OFF_AFTER = 8
 """Drafts in a row that weren't worth verifying, until drafting is switched off."""
 
@@ -229,7 +232,8 @@ class DraftAdvisor:
         if catch_up <= SMALL_CATCH_UP:
             return True
         saving = promise * prospect.tokens_left / TOKENS_A_ROUND
-        return saving - catch_up > prospect.least_saving and self._accounts[drafter].starts.credit >= 0.0
+        least = min(prospect.least_saving, ENOUGH_RETURN * catch_up)
+        return saving - catch_up > least and self._accounts[drafter].starts.credit >= 0.0
 
     def _may_try(self, drafter: str, prospect: Prospect) -> bool:
         account, loss = self._accounts[drafter], self._loss(drafter, 1)

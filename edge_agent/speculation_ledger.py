@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-STOCK = 3.0
-"""Direct rounds that all accounts together begin with."""
+STOCK = 1.0
+"""Direct rounds that an account begins with."""
 
 MOST = 4.0
 """Direct rounds that an account holds at most: what was earned long ago is no leave to lose it all now."""
@@ -73,8 +73,7 @@ class SpeculationLedger:
     """The accounts of all drafters; one ledger a process."""
 
     def __init__(self, drafters: Sequence[str]) -> None:
-        share = STOCK / max(len(drafters), 1)
-        self.accounts = {name: Account(Purse(share), Purse(share)) for name in drafters}
+        self.accounts = {name: Account(Purse(STOCK), Purse(STOCK)) for name in drafters}
 
     def accrue(self, gain: float) -> None:
         """A round has passed: this much may be spent on trying, by those that have little."""
