@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from shared.models.head import HEAD_PRECISION, PROJECTION_PRECISION, HeadSpec, HeadWeights
+from shared.models.head import HEAD_PRECISION, HeadSpec, HeadWeights
 from shared.models.quantise import dequantise, quantise
 
 Array = np.ndarray
@@ -31,8 +31,7 @@ def as_stored(weights: HeadWeights) -> HeadWeights:
 
     def stored(name: str) -> Array:
         matrix = getattr(weights, name)
-        precision = PROJECTION_PRECISION if name == "lm_head" else HEAD_PRECISION
-        return dequantise(quantise(matrix, precision.fitted(matrix.shape[1])))
+        return dequantise(quantise(matrix, HEAD_PRECISION.fitted(matrix.shape[1])))
 
     matrices = [field.name for field in fields(weights) if getattr(weights, field.name).ndim == 2]
     return replace(weights, **{name: stored(name) for name in matrices})
