@@ -46,7 +46,9 @@ class ScatterModel:
         """caches: keys and values of layer 0, then of layer 1, …"""
         self._config = DecoderConfig.from_directory(directory)
         graph = scattered(onnx.load(self._config.model_path, load_external_data=False), self._config)
-        self._session = load_session(self._config.model_path, num_threads, graph.SerializeToString())
+        self._session = load_session(
+            self._config.model_path, num_threads, graph=graph.SerializeToString(), folder=directory
+        )
         self._caches = caches
 
     def run(self, tokens: Ids, lengths: Ids) -> Floats:

@@ -16,7 +16,7 @@ import onnx
 import onnxruntime as ort
 
 from shared.causal_lm import Logits
-from shared.errors import ContextLengthError
+from shared.errors import ContextLengthError, ModelFileError
 from shared.models.lanes import with_lanes
 from shared.onnx_lm import OnnxCausalLM, OnnxModel
 from shared.onnx_session import bind_array, load_session, run_bound
@@ -54,7 +54,8 @@ class OnnxBatchModel(OnnxModel):
             present_key=f"{config.present_key}.0",
             present_value=f"{config.present_value}.0",
         )
-        return load_session(config.model_path, self.num_threads, graph.SerializeToString())
+        folder = _follow_links(graph, self.directory)
+        return load_session(config.model_path, self.num_threads, graph=graph.SerializeToString(), folder=folder)
 
     def new_cache(self) -> BatchSequence:
         """A new, empty sequence. Its memory is touched only as it fills."""
@@ -119,6 +120,7 @@ class OnnxBatchModel(OnnxModel):
         logits = self._logits.narrow(1, len(wanted))
         binding.bind_ortvalue_output(self.config.logits, ort.OrtValue.ortvalue_from_numpy(logits))
         run_bound(self._session, binding, self.directory.name)
+        self._forget_looked_up_rows(len(tokens))
         widened: Logits = self._logits.widened(logits)[0]
         return widened
 
@@ -168,3 +170,20 @@ class BatchSequence(OnnxCausalLM):
     def append(self, tokens: Sequence[int]) -> None:
         """Count tokens whose keys and values a pass over several sequences has put into the cache."""
         self._tokens.extend(tokens)
+
+
+def _follow_links(graph: onnx.ModelProto, directory: Path) -> Path:
+    """Name the weights' files as they are really called; the folder they are in.
+
+    Raises:
+        ModelFileError: they are in several folders.
+    """
+    places = [entry for tensor in graph.graph.initializer for entry in tensor.external_data if entry.key == "location"]
+    folders: set[Path] = set()
+    for place in places:
+        real = (directory / place.value).resolve()
+        folders.add(real.parent)
+        place.value = real.name
+    if len(folders) > 1:
+        raise ModelFileError(f"the weights of {directory} are links into several folders: {sorted(map(str, folders))}")
+    return folders.pop() if folders else directory

@@ -14,8 +14,10 @@ SPIN_US = 50
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
-def load_session(path: Path, num_threads: int, graph: bytes | None = None) -> ort.InferenceSession:
-    """The graph with its weights, on the CPU. graph: another to run, over the weights beside `path`.
+def load_session(
+    path: Path, num_threads: int, *, graph: bytes | None = None, folder: Path | None = None
+) -> ort.InferenceSession:
+    """The graph with its weights, on the CPU. graph: another to run instead, over the weights in `folder`.
 
     Raises:
         ModelFileError: the file is missing or ONNX Runtime can't read it.
@@ -23,8 +25,8 @@ def load_session(path: Path, num_threads: int, graph: bytes | None = None) -> or
     if not path.is_file():
         raise ModelFileError(f"{path} is missing")
     options = session_options(num_threads)
-    if graph is not None:  # With a path ONNX Runtime follows links, with a folder it refuses them.
-        options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent))
+    if folder is not None:  # With a path ONNX Runtime follows links, with a folder it refuses them.
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
     try:
         return ort.InferenceSession(graph or str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises classes of its own that share no base.

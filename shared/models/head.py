@@ -36,7 +36,7 @@ from shared.models.whole_directory import whole_directory
 VOCABULARY_FILE = "vocabulary.npy"
 HEAD_BUILDER_VERSION = 1
 HEAD_PRECISION = Precision(4, 128, False)
-"""Blocks of 32 make a step a fifth slower; a head is trained on rounded weights, so that large blocks cost it little."""
+"""Blocks of 32 make a step a fifth slower. Heads are trained on rounded weights: large blocks cost them little."""
 
 
 @dataclass(frozen=True)

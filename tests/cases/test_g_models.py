@@ -21,6 +21,7 @@ from shared.models.build import build_model, default_scheme
 from shared.models.cache import ModelCache
 from shared.models.directory import open_model_directory
 from shared.models.pull import pull
+from shared.onnx_batch import OnnxBatchModel
 from shared.onnx_lm import OnnxModel
 from tests.random_decoder import DecoderShape, write_random_decoder
 from tests.servers import chat, complete, error_of, run_server
@@ -86,7 +87,10 @@ def test_G2_links_missing_weights_and_paths_that_lead_out(copy: Path, tmp_path: 
         file.rename(target)
         file.symlink_to(target)
     open_model_directory(copy)
-    assert OnnxModel(copy, context_length=64).new_cache().forward(IDS, 1).shape[0] == 1
+    alone = OnnxModel(copy, context_length=64).new_cache().forward(IDS, 1)
+    batched = OnnxBatchModel(copy, context_length=64, max_batch=2).new_cache().forward(IDS, 1)
+    assert alone.shape[0] == 1
+    assert np.array_equal(batched, alone)
     for weights in copy.glob("*.data"):
         weights.unlink()
         with pytest.raises(ModelFileError, match=weights.name):
