@@ -12,8 +12,9 @@ Rounds that verified no draft are no samples. Old samples fade, so that a text t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from shared.acceptance import Draft
 
@@ -29,11 +30,15 @@ LEAST_CLAIM = 0.05
 """Of less than this nothing is carried on."""
 
 Cell = tuple[str, int, int]
+JudgedToken = tuple[Cell, float, bool]
+"""Where it is counted, the drafter's confidence, whether it was accepted."""
+
+Key = TypeVar("Key")
 
 
 def cell(drafter: str, confidence: float, position: int) -> Cell:
     """Where a draft token is counted."""
-    return drafter, int(confidence * CONFIDENCE_STEPS), min(position, LAST_POSITION)
+    return drafter, int(confidence * CONFIDENCE_STEPS), position if position < LAST_POSITION else LAST_POSITION
 
 
 def confidences(draft: Draft) -> Sequence[float]:
@@ -42,7 +47,7 @@ def confidences(draft: Draft) -> Sequence[float]:
     return known if len(known) == len(draft) else (DEFAULT_CONFIDENCE,) * len(draft)
 
 
-@dataclass
+@dataclass(slots=True)
 class Tally:
     """Fading counts of tokens judged and accepted; or of anything, and the sum of its values."""
 
@@ -74,18 +79,17 @@ class AcceptanceStats:
     def __post_init__(self) -> None:
         self.keep = 0.5 ** (1.0 / self.half_life)
 
-    def add(self, draft: Draft, accepted: int) -> None:
-        """A verified draft whose first `accepted` tokens stood. What comes after the first rejection tells nothing."""
-        claims = confidences(draft)
-        drafter = self.drafters.setdefault(draft.drafter, Tally())
-        for position, stood in judged(draft, accepted):
-            place = cell(draft.drafter, claims[position], position)
-            self.cells.setdefault(place, Tally()).add(stood, self.keep)
-            drafter.add(stood, self.keep)
+    def add(self, drafter: str, judged: Sequence[JudgedToken]) -> None:
+        """The judged tokens of a verified draft."""
+        keep = self.keep
+        whole = tally_of(drafter, self.drafters)
+        for place, _, stood in judged:
+            tally_of(place, self.cells).add(stood, keep)
+            whole.add(stood, keep)
 
     def asked(self, drafter: str, gain: float) -> None:
         """A drafter was asked, and what it drafted was worth this much."""
-        self.gains.setdefault(drafter, Tally()).add(gain, self.keep)
+        tally_of(drafter, self.gains).add(gain, self.keep)
 
     def promise(self, drafter: str, prior: float) -> float:
         """What asking this drafter is worth on average."""
@@ -98,10 +102,22 @@ class AcceptanceStats:
         return tally.rate(prior, self.strength) if tally else prior
 
 
-def judged(draft: Draft, accepted: int) -> Iterator[tuple[int, bool]]:
-    """(position, whether it was accepted) of the tokens that the target really judged."""
-    for position in range(min(accepted + 1, len(draft))):
-        yield position, position < accepted
+def tally_of(key: Key, tallies: dict[Key, Tally]) -> Tally:
+    """The key's tally, a new one at its first time."""
+    tally = tallies.get(key)
+    if tally is None:
+        tally = tallies[key] = Tally()
+    return tally
+
+
+def judged_tokens(draft: Draft, accepted: int) -> list[JudgedToken]:
+    """Those of a verified draft whose first `accepted` tokens stood. What comes after the first rejection tells
+    nothing."""
+    drafter, claims = draft.drafter, confidences(draft)
+    return [
+        (cell(drafter, claim, position), claim, position < accepted)
+        for position, claim in enumerate(claims[: accepted + 1])
+    ]
 
 
 class AcceptancePrior:
@@ -113,12 +129,12 @@ class AcceptancePrior:
         self._claimed: dict[str, Tally] = {}
         self._trust = trust
 
-    def add(self, draft: Draft, accepted: int) -> None:
-        """A verified draft."""
-        claim, claims = self._claimed.setdefault(draft.drafter, Tally()), confidences(draft)
-        for position, _ in judged(draft, accepted):
-            claim.add(claims[position], self._stats.keep)
-        self._stats.add(draft, accepted)
+    def add(self, drafter: str, judged: Sequence[JudgedToken]) -> None:
+        """The judged tokens of a verified draft."""
+        claimed, keep = tally_of(drafter, self._claimed), self._stats.keep
+        for _, claim, _ in judged:
+            claimed.add(claim, keep)
+        self._stats.add(drafter, judged)
 
     def asked(self, drafter: str, gain: float) -> None:
         """See `AcceptanceStats.asked`."""
@@ -128,9 +144,10 @@ class AcceptancePrior:
         """What asking this drafter gains. unseen: what to assume while nothing was shown."""
         return self._stats.promise(drafter, unseen)
 
-    def rate(self, cell: Cell, unseen: float) -> float:
-        """Chance of a token of this cell. unseen: what to assume of a cell that was never judged."""
-        return self._stats.rate(cell, unseen)
+    @property
+    def rate(self) -> Callable[[Cell, float], float]:
+        """See `AcceptanceStats.rate`."""
+        return self._stats.rate
 
     def honesty(self, drafter: str) -> float:
         """Accepted over claimed, at most 1: a drafter that boasts in one cell is believed less in all of them."""
@@ -157,25 +174,29 @@ class AcceptanceWindow:
         self.num_verified_drafts += 1
         self.num_drafted += len(draft)
         self.num_accepted += accepted
-        self._stats.add(draft, accepted)
-        self._prior.add(draft, accepted)
+        judged = judged_tokens(draft, accepted)
+        self._stats.add(draft.drafter, judged)
+        self._prior.add(draft.drafter, judged)
 
     def rates(self, draft: Draft) -> list[float]:
+        """See `each_rate`."""
+        return list(self.each_rate(draft))
+
+    def each_rate(self, draft: Draft) -> Iterator[float]:
         """For each token the chance that it is accepted, given those before it.
 
         A position that was rarely reached is believed nearly as far beyond, or short of, its claim as the one before
         it, or drafts that were cut short while they were bad would stay short for ever.
         """
-        rates: list[float] = []
-        belief = honesty = self._prior.honesty(draft.drafter)
+        drafter, known, known_before = draft.drafter, self._stats.rate, self._prior.rate
+        belief = honesty = self._prior.honesty(drafter)
         for position, claimed in enumerate(confidences(draft)):
-            place = cell(draft.drafter, claimed, position)
+            place = cell(drafter, claimed, position)
             unseen = claimed * belief
-            rate = self._stats.rate(place, self._prior.rate(place, unseen if unseen < 1.0 else 1.0))
-            rates.append(rate)
+            rate = known(place, known_before(place, unseen if unseen < 1.0 else 1.0))
+            yield rate
             carried = CARRIED_ON * rate / claimed if claimed > LEAST_CLAIM else 0.0
             belief = carried if carried > honesty else honesty
-        return rates
 
     def asked(self, drafter: str, gain: float) -> None:
         """A drafter was asked, and its draft was worth `gain` direct rounds, its cost paid."""

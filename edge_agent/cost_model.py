@@ -11,6 +11,9 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from operator import sub
 
 LEVEL_WINDOW = 9
 SHAPE_WEIGHT = 0.03
@@ -35,6 +38,11 @@ class CostCurve:
         slope = self.values[-1] - self.values[-2] if len(self.values) > 1 else self.values[-1]
         return self.values[-1] + max(slope, 0.0) * (positions - len(self.values))
 
+    @cached_property
+    def least_step(self) -> float:
+        """No position costs less than this more than the one before it."""
+        return min(map(sub, self.values[1:], self.values), default=0.0)
+
     def extra(self, gamma: int) -> float:
         """What verifying gamma draft tokens adds to a direct round."""
         return self.at(gamma + 1) - self.at(1)
@@ -51,12 +59,21 @@ class CostModel:
         self._levels: deque[float] = deque(maxlen=LEVEL_WINDOW)
         self._drafts = {name: _DraftCost(cost) for name, cost in (draft_costs or {}).items()}
         self._relative = CostCurve(tuple(_rising(self._shape)))
-        self._curve = self._levelled()
+        self._level = self._scale
 
     @property
     def curve(self) -> CostCurve:
         """c(m) as it is now."""
-        return self._curve
+        return CostCurve(tuple([self._level * share for share in self._relative.values]))
+
+    @property
+    def num_positions(self) -> int:
+        """The m that the curve reaches to."""
+        return len(self._shape)
+
+    def at(self, positions: int) -> float:
+        """c(positions) as it is now."""
+        return self._level * self._relative.at(positions)
 
     @property
     def relative(self) -> CostCurve:
@@ -66,7 +83,7 @@ class CostModel:
     @property
     def direct(self) -> float:
         """c(1): a token without speculation."""
-        return self._curve.values[0]
+        return self._level
 
     @property
     def calibrated_direct(self) -> float:
@@ -87,23 +104,20 @@ class CostModel:
         """A pass over `positions` cost this much. Nonsense is passed over."""
         if not 0 < cost < math.inf or not 1 <= positions <= len(self._shape):
             return
-        expected = self._curve.values[positions - 1]
+        expected = self.at(positions)
         self._levels.append(cost / self._shape[positions - 1])
         if positions > 1 and len(self._levels) == LEVEL_WINDOW:
             error = min(max(cost / expected - 1, -SHAPE_CLIP), SHAPE_CLIP)
             self._shape[positions - 1] *= 1 + SHAPE_WEIGHT * error
             self._relative = CostCurve(tuple(_rising(self._shape)))
-        self._curve = self._levelled()
+        # Until the window has half filled, calibration is the better witness than a round or two.
+        if len(self._levels) > LEVEL_WINDOW // 2:
+            self._level = _median(self._levels)
 
     def observe_draft(self, drafter: str, tokens: int, cost: float) -> None:
         """A draft of `tokens` cost this much."""
         if tokens > 0 and 0 <= cost < math.inf:
             self._drafts.setdefault(drafter, _DraftCost(cost / tokens)).add(cost / tokens)
-
-    def _levelled(self) -> CostCurve:
-        # Until the window has half filled, calibration is the better witness than a round or two.
-        level = _median(self._levels) if len(self._levels) > LEVEL_WINDOW // 2 else self._scale
-        return CostCurve(tuple([level * share for share in self._relative.values]))
 
 
 @dataclass
@@ -123,10 +137,7 @@ class _DraftCost:
 
 def _rising(values: Sequence[float]) -> list[float]:
     """Never falling: more positions cost no less."""
-    rising: list[float] = []
-    for value in values:
-        rising.append(max(value, rising[-1]) if rising else value)
-    return rising
+    return list(accumulate(values, max))
 
 
 def _median(values: Collection[float]) -> float:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from edge_agent.acceptance_window import AcceptancePrior, AcceptanceWindow
 from edge_agent.cost_model import CostCurve
@@ -45,6 +45,7 @@ LOOK_EVERY = 4
 """Rounds between looks at what a free drafter would propose, while drafting is off."""
 
 VALUE_ROUNDS = 16.0
+VALUE_KEPT = 1.0 - 1.0 / VALUE_ROUNDS
 
 TRIAL_SHARE = 0.1
 """A costly drafter is tried, its catching up included, for at most this share of what the answer has taken so far: a
@@ -54,8 +55,7 @@ TOKENS_A_ROUND = 2.0
 """What a round with a draft is taken to commit, where a gain over the rest of an answer is reckoned."""
 
 
-@dataclass(frozen=True)
-class Prospect:
+class Prospect(NamedTuple):
     """What lies ahead of a round. catch_up: what each drafter has to take in first, in direct rounds; nothing if not
     named. tokens_left: what the answer will probably still need. least_saving: what a catch-up must save beyond itself.
     """
@@ -65,8 +65,7 @@ class Prospect:
     least_saving: float
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A finished round, its costs in direct rounds. draft_costs: what each costly drafter spent on its draft.
     catch_up_costs: what it spent on catching up before.
     """
@@ -93,18 +92,15 @@ class DraftAdvisor:
         self._since_look = 0
         self._decoded = VALUE_ROUNDS / 2
         self._committed = VALUE_ROUNDS / 2
+        self.value = 1.0
+        """What a token costs on average, in direct rounds; 1 where speculation gains nothing."""
         self._spent = 0.0
         self._curve = CostCurve((1.0,))
         self._limits: dict[str, int] = {}
         self._promises: dict[str, float] = {}
-        self._trials: frozenset[str] = frozenset()
+        self._trials: list[str] = []
         self._appraised: list[tuple[Draft, Choice]] = []
         self.window = AcceptanceWindow(prior)
-
-    @property
-    def value(self) -> float:
-        """What a token costs on average, in direct rounds; 1 where speculation gains nothing."""
-        return min(1.0, self._decoded / self._committed)
 
     @property
     def speedup(self) -> float:
@@ -118,13 +114,23 @@ class DraftAdvisor:
     def advise(self, curve: CostCurve, ceiling: int, prospect: Prospect) -> Drafting:
         """What drafting promises in the coming round. ceiling: the longest draft to think of."""
         self._curve = curve
-        free = [name for name in self._drafters if self.is_free(name)]
-        costly = [name for name in self._drafters if not self.is_free(name)]
-        self._promises = {name: self.window.promise(name, self._unseen(name, prospect)) for name in costly}
-        asked = [name for name in costly if self._pays(name, prospect)]
-        self._trials = frozenset(name for name in costly if name not in asked and self._may_try(name, prospect))
+        self._promises = {}
+        free: list[str] = []
+        asked: list[str] = []
+        trials: list[str] = []
+        for name, cost in self._drafters.items():
+            if cost < FREE_DRAFT:
+                free.append(name)
+                continue
+            loss, catch_up = self._loss(name, 1), prospect.catch_up.get(name, 0.0)
+            self._promises[name] = self.window.promise(name, self._unseen(name, loss, catch_up))
+            if self._pays(name, loss, catch_up, prospect):
+                asked.append(name)
+            elif self._may_try(name, loss, catch_up):
+                trials.append(name)
+        self._trials = trials
         looking = not self._is_off or self._since_look >= LOOK_EVERY
-        self._limits = dict.fromkeys([*asked, *self._trials, *(free if looking else [])], ceiling)
+        self._limits = dict.fromkeys([*asked, *trials, *(free if looking else [])], ceiling)
         if free and not self._is_off:
             return Drafting(ceiling, 0, self.speedup, free=True)
         if asked:
@@ -181,9 +187,9 @@ class DraftAdvisor:
         self._since_look += 1
         cost = round.verify_cost + sum(round.draft_costs.values())
         self._spent += cost
-        keep = 1.0 - 1.0 / VALUE_ROUNDS
-        self._decoded = self._decoded * keep + cost
-        self._committed = self._committed * keep + round.accepted + 1
+        self._decoded = self._decoded * VALUE_KEPT + cost
+        self._committed = self._committed * VALUE_KEPT + round.accepted + 1
+        self.value = min(1.0, self._decoded / self._committed)
         self._ledger.accrue(cost * share)
         for draft, choice in self._appraised:
             if draft.tokens and not self.is_free(draft.drafter):
@@ -207,7 +213,7 @@ class DraftAdvisor:
         return self._unused >= OFF_AFTER
 
     def _choose(self, draft: Draft, most_extra: float) -> Choice:
-        rates = self.window.rates(draft)
+        rates = self.window.each_rate(draft)
         return best_length(rates, self._curve, value=self.value, margin=MARGIN, most_extra=most_extra)
 
     def _length(self, draft: Draft, *, forced: bool) -> int:
@@ -217,17 +223,17 @@ class DraftAdvisor:
         known = next((choice for appraised, choice in self._appraised if appraised is draft), None)
         return (known or self._choose(draft, self._accounts[draft.drafter].rounds.credit)).length
 
-    def _unseen(self, drafter: str, prospect: Prospect) -> float:
-        """What a costly drafter promises before it has shown anything: the gain of one token, at its kind's rate."""
-        loss = self._loss(drafter, 1)
-        if loss + prospect.catch_up.get(drafter, 0.0) > max(SMALL_CATCH_UP, TRIAL_SHARE * self._spent):
+    def _unseen(self, drafter: str, loss: float, catch_up: float) -> float:
+        """What a costly drafter promises before it has shown anything: the gain of one token, at its kind's rate.
+        loss: of one draft token that is rejected."""
+        if loss + catch_up > max(SMALL_CATCH_UP, TRIAL_SHARE * self._spent):
             return 0.0
         return max(0.0, EXPECTED_RATES.get(drafter, 0.5) * self.value - loss)
 
-    def _pays(self, drafter: str, prospect: Prospect) -> bool:
+    def _pays(self, drafter: str, loss: float, catch_up: float, prospect: Prospect) -> bool:
         """Whether a costly drafter's promise is worth its catching up."""
-        promise, catch_up = self._promises[drafter], prospect.catch_up.get(drafter, 0.0)
-        if promise <= MARGIN or self._accounts[drafter].rounds.credit < self._loss(drafter, 1):
+        promise = self._promises[drafter]
+        if promise <= MARGIN or self._accounts[drafter].rounds.credit < loss:
             return False
         if catch_up <= SMALL_CATCH_UP:
             return True
@@ -235,9 +241,8 @@ class DraftAdvisor:
         least = min(prospect.least_saving, ENOUGH_RETURN * catch_up)
         return saving - catch_up > least and self._accounts[drafter].starts.credit >= 0.0
 
-    def _may_try(self, drafter: str, prospect: Prospect) -> bool:
-        account, loss = self._accounts[drafter], self._loss(drafter, 1)
-        whole = loss + prospect.catch_up.get(drafter, 0.0)
+    def _may_try(self, drafter: str, loss: float, catch_up: float) -> bool:
+        account, whole = self._accounts[drafter], loss + catch_up
         return (
             account.may_try
             and account.rounds.credit >= loss

@@ -12,14 +12,13 @@ speculation value is c(1), and k = 0 gains exactly 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from edge_agent.cost_model import CostCurve
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """length: draft tokens to verify. gain: expected saving over a direct round, in the curve's unit. tokens: E."""
 
     length: int
@@ -44,7 +43,7 @@ def measured_speedup(rates: Sequence[float], curve: CostCurve, draft_cost: float
 
 
 def best_length(
-    rates: Sequence[float],
+    rates: Iterable[float],
     curve: CostCurve,
     *,
     value: float,
@@ -54,23 +53,28 @@ def best_length(
 ) -> Choice:
     """The length of at most len(rates) with the largest expected gain; 0 if none gains more than `margin`.
 
-    draft_cost: of one draft token; 0 once the draft is there. most_extra: no length may add more than this to a direct
-    round (what a round loses if every token is rejected).
+    rates: taken one by one, and no more of them than can matter. draft_cost: of one draft token; 0 once the draft is
+    there. most_extra: no length may add more than this to a direct round (what a round loses if every token is
+    rejected).
     """
-    direct = curve.at(1)
-    best = Choice(0, 0.0, 1.0, direct)
+    values, direct = curve.values, curve.values[0]
+    least_step = curve.least_step + draft_cost
+    best = 0, 0.0, 1.0, direct
     best_gain = margin
     expected, survival = 1.0, 1.0
     for length, rate in enumerate(rates, start=1):
         survival *= rate
+        if survival * value <= least_step:
+            break  # From here on a token costs more than it brings.
         expected += survival
-        cost = curve.at(length + 1) + length * draft_cost
-        if cost - direct > most_extra:
+        cost = (values[length] if length < len(values) else curve.at(length + 1)) + length * draft_cost
+        extra = cost - direct
+        if extra > most_extra:
             break
-        gain = (expected - 1.0) * value - (cost - direct)
+        gain = (expected - 1.0) * value - extra
         if gain > best_gain:
-            best, best_gain = Choice(length, gain, expected, cost), gain
-    return best
+            best, best_gain = (length, gain, expected, cost), gain
+    return Choice(*best)
 
 
 def curve_mix(times: CostCurve, joules: CostCurve, energy_weight: float) -> CostCurve:

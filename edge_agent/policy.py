@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from edge_agent.config import Objective
 from edge_agent.decision import Decision, Mode, Reason
@@ -76,8 +77,7 @@ class Wishes:
         return self.privacy is Privacy.ON_DEVICE or self.execution is Execution.ONLY_DEVICE or self.structured
 
 
-@dataclass(frozen=True)
-class Drafting:
+class Drafting(NamedTuple):
     """What drafting promises here and now.
 
     gamma: the longest draft that may pay, 0 if none does. probe_gamma: what a probe may try now, 0 for no probe.
@@ -93,8 +93,7 @@ class Drafting:
 NO_DRAFTING = Drafting()
 
 
-@dataclass(frozen=True)
-class PolicyInputs:
+class PolicyInputs(NamedTuple):
     """Everything a decision rests on. Times in seconds, lengths in tokens.
 
     direct_s: a direct token at full clock. cloud_speed: tokens a second by cloud_verify, as a share of direct decoding
@@ -128,13 +127,15 @@ class PolicyMemory:
     recovered_at: float | None = None
 
 
-@dataclass(frozen=True)
-class Pressure:
+class Pressure(NamedTuple):
     """How hard the device presses, and why."""
 
     rung: Rung
     reason: Reason
     is_heat: bool = False
+
+
+NO_PRESSURE = Pressure(Rung.NOMINAL, Reason.NOMINAL)
 
 
 def decide(
@@ -217,7 +218,7 @@ def device_pressure(device: DeviceState, memory: PolicyMemory) -> Pressure:
     saver = Rung.DIRECT if device.power_saver and device.charging is not True else Rung.NOMINAL
     highest = max(memory.heat, memory.charge, saver)
     if highest is Rung.NOMINAL:
-        return Pressure(highest, Reason.NOMINAL)
+        return NO_PRESSURE
     if memory.heat is highest:
         return Pressure(highest, HEAT_REASONS[highest], is_heat=True)
     if memory.charge is highest:

@@ -19,7 +19,7 @@ from edge_agent.draft_advisor import EXPECTED_RATES, DraftAdvisor, Outcome, Pros
 from edge_agent.energy import CpuTimeMeter, EnergyAccount, EnergyMeter, EnergyUse, radio_j
 from edge_agent.gamma_chooser import Choice, best_length, curve_mix
 from edge_agent.link_state import NO_LINK, LinkState
-from edge_agent.policy import PolicyInputs, PolicyMemory, Wishes, decide
+from edge_agent.policy import NO_DRAFTING, Drafting, PolicyInputs, PolicyMemory, Wishes, decide
 from edge_agent.request import Execution, GenerationRequest, Speculation
 from edge_agent.round import Round
 from edge_agent.speculation_ledger import SpeculationLedger
@@ -172,8 +172,8 @@ class PolicyController:
         )
         self._request_id = request.request_id
         self._advisor = DraftAdvisor(engine.drafter_costs(), engine.prior, engine.ledger, engine.thresholds.probe_every)
-        self._curve = engine.relative_curve()
-        self._current: Decision | None = None
+        self._forced = request.speculation is Speculation.ON
+        self._drafts_for_cloud = False
         self._last: Decision | None = None
         self._proposed: list[Draft] = []
         self._position = len(request.prompt)
@@ -294,9 +294,6 @@ class PolicyController:
     def _inputs(self, state: RoundState, now: float) -> PolicyInputs:
         engine, thresholds = self._engine, self._engine.thresholds
         link = engine.senses.link()
-        self._curve = engine.relative_curve()
-        self._advisor.update_costs(engine.drafter_costs())
-        ceiling = min(thresholds.max_gamma, self._wishes.max_gamma, len(engine.costs.curve.values) - 1)
         if link != self._cloud_link or state.round % CLOUD_CHOICE_EVERY == 0:
             self._cloud_link, self._cloud_choice = link, self._choose_for_cloud(link)
         self._expected_left = max(1, min(state.num_left, max(int(engine.typical_length) - state.num_generated, 32)))
@@ -307,7 +304,7 @@ class PolicyController:
             device=engine.senses.device(),
             link=link,
             link_failed=failed is not None and now - failed < thresholds.cloud_retry_s,
-            drafting=self._advisor.advise(self._curve, ceiling, self._prospect()),
+            drafting=NO_DRAFTING if self._wishes.speculation is Speculation.OFF else self._drafting(),
             cloud_gamma=cloud.length,
             cloud_speed=cloud.tokens * engine.costs.direct / cloud.cost,
             direct_s=engine.costs.calibrated_direct,
@@ -318,6 +315,12 @@ class PolicyController:
             waiting=self._load.waiting,
             previous=self._last.mode if self._last else None,
         )
+
+    def _drafting(self) -> Drafting:
+        engine = self._engine
+        self._advisor.update_costs(engine.drafter_costs())
+        ceiling = min(engine.thresholds.max_gamma, self._wishes.max_gamma, engine.costs.num_positions - 1)
+        return self._advisor.advise(engine.relative_curve(), ceiling, self._prospect())
 
     def _prospect(self) -> Prospect:
         catch_up = {name: self._catch_up(name) for name in self._engine.catch_up_s}
@@ -338,17 +341,10 @@ class PolicyController:
             best = max(best, choice, key=lambda candidate: candidate.gain)
         return best
 
-    @property
-    def _forced(self) -> bool:
-        return self._wishes.speculation is Speculation.ON
-
-    @property
-    def _drafts_for_cloud(self) -> bool:
-        return self._current is not None and self._current.mode is Mode.CLOUD_VERIFY
-
     def _note(self, state: RoundState, decision: Decision, now: float) -> None:
         self._proposed.clear()  # Other orders, other drafts: those for a cloud that failed aren't the device's.
-        last, self._current = self._last, decision
+        self._drafts_for_cloud = decision.mode is Mode.CLOUD_VERIFY
+        last = self._last
         if last is None or (last.mode, last.gamma, last.reason) != (decision.mode, decision.gamma, decision.reason):
             self._engine.decisions.append(NotedDecision(now, self._request_id, state.round, decision))
 
@@ -359,7 +355,7 @@ class PolicyController:
     def _outcome(self, round: Round, clean: bool) -> Outcome:
         """What the round cost in direct rounds: measured where that is sound, within bounds of what was expected."""
         costs = self._engine.costs
-        expected = costs.curve.at(len(round.draft) + 1)
+        expected = costs.at(len(round.draft) + 1)
         verify = min(max(round.verify_s, 0.7 * expected), 1.5 * expected) if clean else expected
         draft_costs, catch_up_costs = self._learn_drafts(round.draft_s)
         return Outcome(round.draft, round.accepted, verify / costs.direct, draft_costs, catch_up_costs)

@@ -21,7 +21,7 @@ MOST_PATIENCE = 4
 """A trial that fails makes the next one wait longer, up to this many times as long."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Purse:
     """Direct rounds that may be lost. May fall below zero; then nothing is risked until it has filled again."""
 
@@ -29,10 +29,11 @@ class Purse:
 
     def put(self, gain: float) -> None:
         """A gain, or a loss if negative."""
-        self.credit = min(self.credit + gain, MOST)
+        credit = self.credit + gain
+        self.credit = credit if credit < MOST else MOST
 
 
-@dataclass
+@dataclass(slots=True)
 class Account:
     """One drafter's.
 

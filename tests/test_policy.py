@@ -23,7 +23,7 @@ LINK = LinkState(True, True, 0.05, (0.03, 0.04, 0.05))
 NORMAL = PolicyInputs(
     drafting=Drafting(8, 0, 1.3), cloud_gamma=6, cloud_speed=1.0, num_left=200, expected_left=200, context_left=1000
 )
-WITH_CLOUD = replace(NORMAL, link=LINK)
+WITH_CLOUD = NORMAL._replace(link=LINK)
 SPECULATIVE, DIRECT, VERIFY, GENERATE = (
     Mode.LOCAL_SPECULATIVE,
     Mode.LOCAL_DIRECT,
@@ -71,16 +71,16 @@ def battery(percent: float, charging: bool | None = False, **state: Any) -> Devi
     ],
 )
 def test_every_rung(device: DeviceState, alone: tuple[Mode, int], with_cloud: tuple[Mode, int], reason: Reason) -> None:
-    here = order(replace(NORMAL, device=device))
+    here = order(NORMAL._replace(device=device))
     assert (here.mode, here.gamma, here.reason) == (*alone, reason)
-    there = order(replace(WITH_CLOUD, device=device))
+    there = order(WITH_CLOUD._replace(device=device))
     assert (there.mode, there.gamma, there.reason) == (*with_cloud, reason)
 
 
 def test_without_a_cloud_the_ladder_ends_in_a_rate_cap() -> None:
-    caps = [order(replace(NORMAL, device=at(celsius), direct_s=0.1)).pace_s for celsius in (30, 37, 42, 45)]
+    caps = [order(NORMAL._replace(device=at(celsius), direct_s=0.1)).pace_s for celsius in (30, 37, 42, 45)]
     assert caps == pytest.approx([0.0, 0.0, 0.115, 0.15])
-    assert order(replace(WITH_CLOUD, device=at(45.0), direct_s=0.1)).pace_s == 0.0
+    assert order(WITH_CLOUD._replace(device=at(45.0), direct_s=0.1)).pace_s == 0.0
 
 
 HOT, NEARLY_EMPTY = at(45.0), battery(2.0)
@@ -121,7 +121,7 @@ HOT, NEARLY_EMPTY = at(45.0), battery(2.0)
 def test_order_of_precedence(
     wishes: Wishes, device: DeviceState, link: LinkState, expected: tuple[Mode, Reason]
 ) -> None:
-    decision = order(replace(NORMAL, wishes=wishes, device=device, link=link))
+    decision = order(NORMAL._replace(wishes=wishes, device=device, link=link))
     assert (decision.mode, decision.reason) == expected
 
 
@@ -142,41 +142,41 @@ def test_order_of_precedence(
     ],
 )
 def test_gain(changes: dict[str, Any], expected: tuple[Mode, int, Reason]) -> None:
-    decision = order(replace(NORMAL, **changes))
+    decision = order(NORMAL._replace(**changes))
     assert (decision.mode, decision.gamma, decision.reason) == expected
 
 
 def test_benefit_gate_weighs_what_the_answer_still_needs() -> None:
     """20 tokens of 30 ms with a speed-up of 1.3 save 138 ms; 24 save 166 ms. Drafts that cost nothing pass anyway."""
-    costly = replace(NORMAL, direct_s=0.03, drafting=Drafting(4, 0, 1.3, free=False))
-    assert order(replace(costly, expected_left=20)).reason is Reason.BENEFIT_SMALL
-    assert order(replace(costly, expected_left=24)).reason is Reason.NOMINAL
-    free = replace(costly, expected_left=20, drafting=Drafting(4, 0, 1.3, free=True))
+    costly = NORMAL._replace(direct_s=0.03, drafting=Drafting(4, 0, 1.3, free=False))
+    assert order(costly._replace(expected_left=20)).reason is Reason.BENEFIT_SMALL
+    assert order(costly._replace(expected_left=24)).reason is Reason.NOMINAL
+    free = costly._replace(expected_left=20, drafting=Drafting(4, 0, 1.3, free=True))
     assert order(free).reason is Reason.NOMINAL
     assert order(free, PHONE.updated({"gate_free_drafts": True})).reason is Reason.BENEFIT_SMALL
 
 
 def test_a_long_queue_sends_new_requests_away_and_keeps_them_away_until_it_has_halved() -> None:
-    crowded = replace(WITH_CLOUD, waiting=8)
+    crowded = WITH_CLOUD._replace(waiting=8)
     assert order(crowded).mode is GENERATE
     assert order(crowded).reason is Reason.QUEUE_PRESSURE
-    assert order(replace(crowded, num_generated=5, previous=SPECULATIVE)).mode is SPECULATIVE
-    assert order(replace(crowded, num_generated=5, waiting=5, previous=GENERATE)).mode is GENERATE
-    assert order(replace(crowded, num_generated=5, waiting=4, previous=GENERATE)).mode is SPECULATIVE
+    assert order(crowded._replace(num_generated=5, previous=SPECULATIVE)).mode is SPECULATIVE
+    assert order(crowded._replace(num_generated=5, waiting=5, previous=GENERATE)).mode is GENERATE
+    assert order(crowded._replace(num_generated=5, waiting=4, previous=GENERATE)).mode is SPECULATIVE
 
 
 def test_a_slow_link_gets_the_whole_answer_rather_than_every_draft() -> None:
-    low = replace(WITH_CLOUD, device=battery(20.0))
+    low = WITH_CLOUD._replace(device=battery(20.0))
     assert order(low).mode is VERIFY
-    assert order(replace(low, cloud_speed=0.3)).mode is GENERATE
-    assert order(replace(low, link_failed=True)).mode is DIRECT
+    assert order(low._replace(cloud_speed=0.3)).mode is GENERATE
+    assert order(low._replace(link_failed=True)).mode is DIRECT
 
 
 def test_energy_objective_on_battery_drafts_for_the_cloud() -> None:
     frugal = PHONE.updated({"objective": Objective.ENERGY})
-    assert order(replace(WITH_CLOUD, device=battery(90.0)), frugal).reason is Reason.ENERGY
-    assert order(replace(WITH_CLOUD, device=battery(90.0, charging=True)), frugal).reason is Reason.NOMINAL
-    assert order(replace(WITH_CLOUD, device=battery(90.0))).reason is Reason.NOMINAL
+    assert order(WITH_CLOUD._replace(device=battery(90.0)), frugal).reason is Reason.ENERGY
+    assert order(WITH_CLOUD._replace(device=battery(90.0, charging=True)), frugal).reason is Reason.NOMINAL
+    assert order(WITH_CLOUD._replace(device=battery(90.0))).reason is Reason.NOMINAL
 
 
 def transitions(temperatures: list[float], interval_s: float = 1.0) -> list[Rung]:
@@ -185,7 +185,7 @@ def transitions(temperatures: list[float], interval_s: float = 1.0) -> list[Rung
     for index, celsius in enumerate(temperatures):
         now = index * interval_s
         tracker.add(DeviceReading(now, "test", temperature_c=celsius))
-        _, memory = decide(replace(NORMAL, device=tracker.state(now)), PHONE, memory, now)
+        _, memory = decide(NORMAL._replace(device=tracker.state(now)), PHONE, memory, now)
         if memory.heat is not rungs[-1]:
             rungs.append(memory.heat)
     return rungs
@@ -214,17 +214,17 @@ def test_heat_is_answered_at_once_and_left_after_the_dwell() -> None:
     assert climb(at(30.0), PHONE, memory, 105.0).heat is Rung.CRITICAL
     cooled = climb(at(30.0), PHONE, memory, 110.0)
     assert cooled.heat is Rung.NOMINAL
-    decision, memory = decide(replace(NORMAL, device=at(30.0)), PHONE, cooled, 111.0)
+    decision, memory = decide(NORMAL._replace(device=at(30.0)), PHONE, cooled, 111.0)
     assert decision.reason is Reason.RECOVERED
-    assert decide(replace(NORMAL, device=at(30.0)), PHONE, memory, 125.0)[0].reason is Reason.NOMINAL
+    assert decide(NORMAL._replace(device=at(30.0)), PHONE, memory, 125.0)[0].reason is Reason.NOMINAL
 
 
 def test_a_rising_temperature_is_answered_before_it_arrives() -> None:
     warm = at(36.0, temperature_slope=0.2)
-    assert order(replace(NORMAL, device=warm)).reason is Reason.DEVICE_WARM
-    assert order(replace(NORMAL, device=replace(warm, temperature_slope=0.0))).reason is Reason.NOMINAL
+    assert order(NORMAL._replace(device=warm)).reason is Reason.DEVICE_WARM
+    assert order(NORMAL._replace(device=replace(warm, temperature_slope=0.0))).reason is Reason.NOMINAL
     # A jump of the die under load is no trend: the look ahead is bounded.
-    assert order(replace(NORMAL, device=at(30.0, temperature_slope=5.0))).reason is Reason.NOMINAL
+    assert order(NORMAL._replace(device=at(30.0, temperature_slope=5.0))).reason is Reason.NOMINAL
 
 
 states = st.builds(
@@ -306,17 +306,17 @@ def work(decision: Decision) -> tuple[int, int, float]:
 def test_hotter_never_means_more_work(
     inputs: PolicyInputs, thresholds: Thresholds, celsius: float, rise: float
 ) -> None:
-    cooler = replace(inputs, device=replace(inputs.device, temperature_c=celsius))
-    hotter = replace(inputs, device=replace(inputs.device, temperature_c=celsius + rise))
+    cooler = inputs._replace(device=replace(inputs.device, temperature_c=celsius))
+    hotter = inputs._replace(device=replace(inputs.device, temperature_c=celsius + rise))
     assert work(order(hotter, thresholds)) <= work(order(cooler, thresholds))
 
 
 @settings(max_examples=200)
 @given(all_inputs, presets)
 def test_unknown_sensors_change_nothing(inputs: PolicyInputs, thresholds: Thresholds) -> None:
-    decision, memory = decide(replace(inputs, device=UNKNOWN_DEVICE), thresholds, PolicyMemory(), 0.0)
+    decision, memory = decide(inputs._replace(device=UNKNOWN_DEVICE), thresholds, PolicyMemory(), 0.0)
     mains = at(25.0, battery_percent=100.0, charging=True)
-    assert decision == decide(replace(inputs, device=mains), thresholds, PolicyMemory(), 0.0)[0]
+    assert decision == decide(inputs._replace(device=mains), thresholds, PolicyMemory(), 0.0)[0]
     assert memory == PolicyMemory()
 
 
