@@ -22,7 +22,8 @@ from edge_agent.drafters import (
     PoolDrafter,
     PredictionDrafter,
 )
-from edge_agent.request import GenerationRequest, Privacy
+from edge_agent.look_ahead import LookAheadVerifier
+from edge_agent.request import GenerationRequest, Privacy, Speculation
 from edge_agent.session import Session
 from edge_agent.verifier import LocalVerifier, Verifier
 from shared.causal_lm import CausalLM
@@ -131,6 +132,9 @@ class Engine:
                 Mode.LOCAL_SPECULATIVE: verifier,
                 **await self.cloud.open(request, ahead),
             }
+            look_ahead = None
+            if request.speculation is Speculation.OFF:
+                look_ahead = LookAheadVerifier(target_lm, self.thread, request)
             session = Session(
                 request,
                 controller,
@@ -138,10 +142,13 @@ class Engine:
                 verifiers,
                 self.context_length,
                 cloud_drafter=ChainDrafter([*lookups, ahead], controller),
+                look_ahead=look_ahead,
             )
             try:
                 yield session
             finally:
+                if look_ahead is not None:
+                    await look_ahead.release(session.tokens)  # The cache is given back: nothing may run on it.
                 if request.privacy is not Privacy.ON_DEVICE:
                     self._pool.add(request.tenant, session.tokens[len(request.prompt) :])
 

@@ -30,14 +30,17 @@ class Session:
         context_length: int,
         *,
         cloud_drafter: Drafter | None = None,
+        look_ahead: Verifier | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """cloud_drafter: drafts for the cloud's larger target; `drafter` by default."""
+        """cloud_drafter: drafts for the cloud's larger target; `drafter` by default. look_ahead: for direct rounds of
+        a request that wants no drafts."""
         self.request = request
         self.controller = controller
         self._drafter = drafter
         self._cloud_drafter = cloud_drafter or drafter
         self._verifiers = verifiers
+        self._look_ahead = look_ahead
         self._context_length = context_length
         self._clock = clock
         self._tokens = list(request.prompt)
@@ -64,7 +67,7 @@ class Session:
             while not finished:
                 state = self._state()
                 decision = self.controller.decide(state)
-                previous, verifier = verifier, self._verifiers[decision.mode]
+                previous, verifier = verifier, self._verifier(decision)
                 if previous not in (None, verifier):
                     await previous.release(self._tokens)
                 try:
@@ -72,7 +75,7 @@ class Session:
                 except CloudError:
                     decision = self.controller.cloud_failed(state)
                     await verifier.release(self._tokens)
-                    verifier = self._verifiers[decision.mode]
+                    verifier = self._verifier(decision)
                     round = await self._round(decision, verifier)
                 self.controller.observe(state, round)
                 finished = round.finish_reason is not None
@@ -84,6 +87,12 @@ class Session:
             self._cloud_drafter.close()
             if verifier is not None:
                 await verifier.release(self._tokens)
+
+    def _verifier(self, decision: Decision) -> Verifier:
+        """Who judges the round. A device that is paced rests between rounds: no pass runs ahead into the pause."""
+        if self._look_ahead is not None and decision.mode is Mode.LOCAL_DIRECT and not decision.pace_s:
+            return self._look_ahead
+        return self._verifiers[decision.mode]
 
     async def _round(self, decision: Decision, verifier: Verifier) -> Round:
         started = self._clock()
@@ -101,7 +110,7 @@ class Session:
             next_token=verdict.next_token,
             tokens=events,
             draft_s=drafted - started,
-            verify_s=verified - drafted,
+            verify_s=max(verified - drafted, verdict.pass_s),
             finish_reason=finish_reason,
         )
 

@@ -47,15 +47,19 @@ class LocalVerifier:
 
     async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
         """One pass over the last committed token and the draft; a prompt is fed in chunks first."""
-        self._rewind(tokens)
-        while len(tokens) - len(self._lm.tokens) > PREFILL_CHUNK:
-            start = len(self._lm.tokens)
-            await self._thread.run(self._lm.forward, tokens[start : start + PREFILL_CHUNK], 0)
+        await self._feed_prompt(tokens)
         return await self._thread.run(self._judge, tokens, draft, sampler)
 
     async def release(self, tokens: Sequence[int]) -> None:
         """Rewind to the committed tokens; the cache stays for a later request with the same beginning."""
         self._rewind(tokens)
+
+    async def _feed_prompt(self, tokens: Sequence[int]) -> None:
+        """All but the last chunk of what the cache lacks."""
+        self._rewind(tokens)
+        while len(tokens) - len(self._lm.tokens) > PREFILL_CHUNK:
+            start = len(self._lm.tokens)
+            await self._thread.run(self._lm.forward, tokens[start : start + PREFILL_CHUNK], 0)
 
     def _judge(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
         feed = [*tokens[len(self._lm.tokens) :], *draft.tokens]

@@ -51,11 +51,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target says of a draft: the first `accepted` tokens stand, then comes `next_token`."""
+    """What the target says of a draft: the first `accepted` tokens stand, then comes `next_token`.
+
+    pass_s: seconds of the target's pass, where that began before it was asked for.
+    """
 
     accepted: int
     next_token: int
     logprobs: tuple[TokenLogprobs, ...] = ()
+    pass_s: float = 0.0
 
     def tokens(self, draft: Draft) -> tuple[int, ...]:
         """The tokens to commit."""
@@ -99,22 +103,23 @@ def judge(
     if len(logits) != len(draft) + 1:
         raise ValueError(f"{len(draft)} draft tokens need {len(draft) + 1} rows of logits, got {len(logits)}")
     logprobs: list[TokenLogprobs] = []
-    sampler = sampler.fork()
+    if draft.tokens:
+        sampler = sampler.fork()
 
-    def commit(row: Logits, token: int) -> None:
+    def report(row: Logits, token: int) -> None:
         if num_top_logprobs is not None:
             logprob, top = top_logprobs(row, token, num_top_logprobs)
             logprobs.append(TokenLogprobs(logprob, tuple(top)))
-        sampler.append(token)
 
     for index, draft_token in enumerate(draft.tokens):
         target = sampler.distribution(logits[index])
         token = choose(target, draft_token, draft.distribution(index), sampler, position + index)
-        commit(logits[index], token)
+        report(logits[index], token)
         if token != draft_token:
             return Verdict(index, token, tuple(logprobs))
+        sampler.append(token)
     bonus = sampler.draw(logits[-1], position + len(draft))
-    commit(logits[-1], bonus)
+    report(logits[-1], bonus)
     return Verdict(len(draft), bonus, tuple(logprobs))
 
 

@@ -55,6 +55,11 @@ class InferenceThread:
                 await submitted.wait_for_end()
             raise
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a job waits for the thread."""
+        return not self._jobs.empty()
+
     async def responds(self, timeout_s: float) -> bool:
         """Whether a job gets through in time: the sign of life behind `/ready`."""
         try:

@@ -152,8 +152,8 @@ class Sampler:
         self._stop_ids = np.array(sorted(stop_ids), np.int64)
         # Penalties over the answer follow OpenAI; the repetition penalty covers the prompt too, as in transformers.
         self._prompt_ids = frozenset(prompt) if params.repetition_penalty != 1.0 else frozenset()
-        self._counts = Counter(generated)
-        self._num_generated = self._counts.total()
+        self._counts = dict(Counter(generated))
+        self._num_generated = sum(self._counts.values())
         self._bias_ids = np.array(sorted(params.logit_bias), np.int64)
         self._biases = np.array([params.logit_bias[i] for i in self._bias_ids.tolist()], np.float64)
 
@@ -161,13 +161,13 @@ class Sampler:
         """A copy to draft with: what it appends, the original never sees."""
         other = object.__new__(Sampler)
         other.__dict__.update(self.__dict__)
-        other._counts = Counter(self._counts)
+        other._counts = dict(self._counts)
         other._constraint = self._constraint.fork()
         return other
 
     def append(self, token: int) -> None:
         """Count one more token of the answer."""
-        self._counts[token] += 1
+        self._counts[token] = self._counts.get(token, 0) + 1
         self._num_generated += 1
         self._constraint.append(token)
 

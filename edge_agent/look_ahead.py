@@ -1,0 +1,97 @@
+"""Direct decoding that doesn't wait for the event loop between two passes.
+
+A request that wants no drafts knows what the next pass will be fed: the token that this one draws. So that pass is
+submitted before the session asks for it, and runs while the session takes in the token before. The cores are never
+idle, and what the loop costs is hidden behind the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ParamSpec, TypeVar
+
+from edge_agent.request import GenerationRequest
+from edge_agent.verifier import LocalVerifier
+from shared.acceptance import Draft, Verdict, judge
+from shared.causal_lm import CausalLM
+from shared.inference_thread import InferenceThread
+from shared.sampling import Sampler
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NO_DRAFT = Draft()
+
+
+class LookAheadVerifier(LocalVerifier):
+    """The target model on this device, one pass ahead of its session."""
+
+    def __init__(self, lm: CausalLM, thread: InferenceThread, request: GenerationRequest) -> None:
+        super().__init__(lm, thread, request.num_top_logprobs)
+        self._stop_ids = request.stop_ids
+        self._longest = min(len(request.prompt) + request.max_tokens, lm.context_length)
+        self._ahead: asyncio.Task[Verdict | None] | None = None
+        self._follows: tuple[int, int] | None = None
+        """What the pass ahead goes on from: the length of the sequence, its last token."""
+        # The thread's own: what the latest pass drew, and the sampler after it.
+        self._drawn: int | None = None
+        self._drawn_with: Sampler | None = None
+
+    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
+        """See `Verifier.verify`. The pass ahead serves the round it was made for; any other begins anew."""
+        verdict = None
+        if self._ahead is not None and not draft.tokens and (len(tokens), tokens[-1]) == self._follows:
+            verdict = await self._with_next(self._ahead)
+        if verdict is None:
+            await self._drop()
+            await self._feed_prompt(tokens)
+            verdict = await self._with_next(self._submit(self._judge, tokens, draft, sampler))
+        self._follows = len(tokens) + verdict.accepted + 1, verdict.next_token
+        return verdict
+
+    async def release(self, tokens: Sequence[int]) -> None:
+        """Nothing runs ahead any more; see `LocalVerifier.release`."""
+        await self._drop()
+        await super().release(tokens)
+
+    async def _with_next(self, current: asyncio.Task[R]) -> R:
+        """The outcome of a pass, with the next one submitted behind it; where others wait, it is their turn."""
+        self._ahead = None if self._thread.has_waiting else self._submit(self._judge_ahead)
+        return await current
+
+    async def _drop(self) -> None:
+        """Take back the pass ahead, or wait for its end."""
+        ahead = self._ahead
+        if ahead is not None:
+            ahead.cancel()
+            await asyncio.wait([ahead])
+            self._ahead = None
+            if not ahead.cancelled():
+                ahead.exception()  # Nobody wants to know any more; asking marks it as seen.
+
+    def _submit(self, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[R]:
+        return asyncio.create_task(self._thread.run(job, *args, **kwargs))
+
+    def _judge(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
+        self._drawn = None
+        verdict = super()._judge(tokens, draft, sampler)
+        if not draft.tokens:
+            self._drawn, self._drawn_with = verdict.next_token, sampler.fork()
+            self._drawn_with.append(verdict.next_token)
+        return verdict
+
+    def _judge_ahead(self) -> Verdict | None:
+        """The pass after the latest one; None where that failed or has ended the answer."""
+        started = time.perf_counter()
+        drawn, sampler, self._drawn = self._drawn, self._drawn_with, None
+        position = len(self._lm.tokens) + 1
+        if drawn is None or sampler is None or drawn in self._stop_ids or position >= self._longest:
+            return None
+        logits = self._lm.forward([drawn], 1)
+        verdict = judge(logits, NO_DRAFT, sampler, position, num_top_logprobs=self._num_top_logprobs)
+        sampler.append(verdict.next_token)
+        self._drawn = verdict.next_token
+        return replace(verdict, pass_s=time.perf_counter() - started)

@@ -1,0 +1,169 @@
+"""Looking ahead changes no token, wastes no pass at an answer's end, and leaves nothing running."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from edge_agent.controller import FixedController
+from edge_agent.decision import Mode
+from edge_agent.drafters import NullDrafter
+from edge_agent.look_ahead import LookAheadVerifier
+from edge_agent.request import GenerationRequest
+from edge_agent.round import FinishReason, Round
+from edge_agent.session import Session
+from edge_agent.verifier import LocalVerifier
+from shared.acceptance import Draft
+from shared.causal_lm import Logits
+from shared.inference_thread import InferenceThread
+from shared.sampling import Sampler, SamplingParams
+from tests.fakes import TableLM, inference
+
+PROMPT = (1, 2, 3)
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(seed=7),
+    SamplingParams(seed=7, top_p=0.9, repetition_penalty=1.3, frequency_penalty=0.5, min_tokens=5),
+]
+
+
+def new_session(request: GenerationRequest, lm: TableLM, thread: InferenceThread, *, ahead: bool = True) -> Session:
+    return Session(
+        request,
+        FixedController(0),
+        NullDrafter(),
+        {Mode.LOCAL_DIRECT: LocalVerifier(lm, thread, request.num_top_logprobs)},
+        lm.context_length,
+        look_ahead=LookAheadVerifier(lm, thread, request) if ahead else None,
+    )
+
+
+def answer(request: GenerationRequest, lm: TableLM, *, ahead: bool) -> list[Round]:
+    async def run() -> list[Round]:
+        async with inference() as thread:
+            session = new_session(request, lm, thread, ahead=ahead)
+            rounds = [round async for round in session.run()]
+            assert list(lm.tokens) == list(session.tokens[: len(lm.tokens)])
+            assert len(lm.tokens) < len(session.tokens)
+            return rounds
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("num_top_logprobs", [None, 2])
+@pytest.mark.parametrize(("stop_ids", "context_length"), [(frozenset[int](), 4096), (frozenset([4]), 4096), ((), 20)])
+def test_the_answer_and_the_number_of_passes_are_those_without(
+    params: SamplingParams, num_top_logprobs: int | None, stop_ids: frozenset[int], context_length: int
+) -> None:
+    request = GenerationRequest(PROMPT, 60, params, frozenset(stop_ids), num_top_logprobs)
+    lms = [TableLM(16, seed=5, context_length=context_length) for _ in range(2)]
+    without, with_it = answer(request, lms[0], ahead=False), answer(request, lms[1], ahead=True)
+    assert [round.tokens for round in with_it] == [round.tokens for round in without]
+    assert with_it[-1].finish_reason is without[-1].finish_reason
+    assert lms[1].num_forward_calls == lms[0].num_forward_calls
+    if not stop_ids:
+        assert with_it[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_the_next_pass_begins_before_it_is_asked_for_unless_others_wait() -> None:
+    async def run() -> None:
+        async with inference() as thread:
+            lm = TableLM(16, seed=5)
+            request = GenerationRequest(PROMPT, 60, SamplingParams(temperature=0))
+            verifier, sampler, tokens = LookAheadVerifier(lm, thread, request), Sampler(request.sampling), [*PROMPT]
+
+            async def next_token() -> None:
+                tokens.append((await verifier.verify(tokens, Draft(), sampler)).next_token)
+                sampler.append(tokens[-1])
+
+            await next_token()
+            await thread.run(lambda: None)  # Behind whatever was submitted.
+            assert lm.tokens == tokens, "the token that was drawn has been fed"
+            opened = threading.Event()
+            running = asyncio.create_task(thread.run(opened.wait, 60))
+            waiting = asyncio.create_task(thread.run(lambda: None))
+            for _ in range(3):  # Each has been submitted, and one of them waits.
+                await asyncio.sleep(0)
+            assert thread.has_waiting
+            await next_token()
+            opened.set()
+            await asyncio.gather(running, waiting)
+            await thread.run(lambda: None)
+            assert lm.tokens == tokens[:-1], "it was the others' turn"
+            await next_token()
+            await verifier.release(tokens)
+
+    asyncio.run(run())
+
+
+def test_what_was_not_foreseen_is_verified_from_the_committed_tokens() -> None:
+    async def run() -> None:
+        async with inference() as thread:
+            request = GenerationRequest(PROMPT, 60, SamplingParams(temperature=0))
+            verifier, lm = LookAheadVerifier(TableLM(16, seed=5), thread, request), TableLM(16, seed=5)
+            plain, sampler = LocalVerifier(lm, thread), Sampler(request.sampling)
+            first = (await verifier.verify(PROMPT, Draft(), sampler)).next_token
+            other = (first + 1) % 16
+            for tokens, draft in (
+                ([*PROMPT, other], Draft()),
+                ([*PROMPT, first], Draft((3, 4))),
+                ([*PROMPT, first], Draft()),
+                (PROMPT, Draft()),
+            ):
+                verdict = await verifier.verify(tokens, draft, sampler)
+                assert verdict == await plain.verify(tokens, draft, sampler)
+                if draft.tokens:  # Nothing is known of the pass after a draft.
+                    tokens = [*tokens, *verdict.tokens(draft)]
+                    after = await verifier.verify(tokens, Draft(), sampler)
+                    assert after == await plain.verify(tokens, Draft(), sampler)
+            await verifier.release(PROMPT)
+
+    asyncio.run(run())
+
+
+class FailingLM(TableLM):
+    """Fails at one pass."""
+
+    def forward(self, tokens: Sequence[int], num_logits: int) -> Logits:
+        if self.num_forward_calls == 4:
+            raise RuntimeError("this pass fails")
+        return super().forward(tokens, num_logits)
+
+
+def test_a_pass_that_fails_ahead_fails_the_round_it_was_for() -> None:
+    async def run() -> None:
+        async with inference() as thread:
+            session = new_session(GenerationRequest(PROMPT, 60), FailingLM(16, seed=5), thread)
+            rounds = []
+
+            async def take_all() -> None:
+                async for round in session.run():
+                    rounds.append(round)
+
+            with pytest.raises(RuntimeError, match="this pass fails"):
+                await take_all()
+            assert len(rounds) == 4
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 5])
+def test_leaving_takes_the_pass_ahead_along(num_rounds: int) -> None:
+    async def run() -> None:
+        async with inference() as thread:
+            lm = TableLM(16, seed=5)
+            session = new_session(GenerationRequest(PROMPT, 4000), lm, thread)
+            rounds = session.run()
+            for _ in range(num_rounds):
+                await anext(rounds)
+            await rounds.aclose()
+            assert lm.tokens == list(session.tokens[:-1])
+            calls = lm.num_forward_calls
+            await thread.run(lambda: None)
+            assert lm.num_forward_calls == calls <= num_rounds + 1
+
+    asyncio.run(run())
