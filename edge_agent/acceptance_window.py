@@ -12,7 +12,7 @@ Rounds that verified no draft are no samples. Old samples fade, so that a text t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -96,11 +96,6 @@ class AcceptanceStats:
         tally = self.gains.get(drafter)
         return tally.rate(prior, self.strength) if tally else prior
 
-    def rate(self, cell: Cell, prior: float) -> float:
-        """Chance that a token of this cell is accepted, given that those before it were."""
-        tally = self.cells.get(cell)
-        return tally.rate(prior, self.strength) if tally else prior
-
 
 def tally_of(key: Key, tallies: dict[Key, Tally]) -> Tally:
     """The key's tally, a new one at its first time."""
@@ -125,36 +120,31 @@ class AcceptancePrior:
 
     def __init__(self, half_life: float = 300.0, strength: float = 12.0, trust: float = 20.0) -> None:
         """strength, trust: how many samples it takes to outweigh a cell's, and a drafter's, own confidence."""
-        self._stats = AcceptanceStats(half_life, strength)
+        self.stats = AcceptanceStats(half_life, strength)
         self._claimed: dict[str, Tally] = {}
+        self._honesty: dict[str, float] = {}
         self._trust = trust
 
     def add(self, drafter: str, judged: Sequence[JudgedToken]) -> None:
         """The judged tokens of a verified draft."""
-        claimed, keep = tally_of(drafter, self._claimed), self._stats.keep
+        claimed, keep = tally_of(drafter, self._claimed), self.stats.keep
         for _, claim, _ in judged:
             claimed.add(claim, keep)
-        self._stats.add(drafter, judged)
+        self.stats.add(drafter, judged)
+        accepted, half = self.stats.drafters[drafter].accepted, self._trust / 2
+        self._honesty[drafter] = min(1.0, (half + accepted) / (half + claimed.accepted))
 
     def asked(self, drafter: str, gain: float) -> None:
         """See `AcceptanceStats.asked`."""
-        self._stats.asked(drafter, gain)
+        self.stats.asked(drafter, gain)
 
     def promise(self, drafter: str, unseen: float) -> float:
         """What asking this drafter gains. unseen: what to assume while nothing was shown."""
-        return self._stats.promise(drafter, unseen)
-
-    @property
-    def rate(self) -> Callable[[Cell, float], float]:
-        """See `AcceptanceStats.rate`."""
-        return self._stats.rate
+        return self.stats.promise(drafter, unseen)
 
     def honesty(self, drafter: str) -> float:
         """Accepted over claimed, at most 1: a drafter that boasts in one cell is believed less in all of them."""
-        tally, claim = self._stats.drafters.get(drafter), self._claimed.get(drafter)
-        if tally is None or claim is None:
-            return 1.0
-        return min(1.0, (self._trust / 2 + tally.accepted) / (self._trust / 2 + claim.accepted))
+        return self._honesty.get(drafter, 1.0)
 
 
 class AcceptanceWindow:
@@ -188,12 +178,16 @@ class AcceptanceWindow:
         A position that was rarely reached is believed nearly as far beyond, or short of, its claim as the one before
         it, or drafts that were cut short while they were bad would stay short for ever.
         """
-        drafter, known, known_before = draft.drafter, self._stats.rate, self._prior.rate
+        drafter, own, everyone = draft.drafter, self._stats, self._prior.stats
         belief = honesty = self._prior.honesty(drafter)
         for position, claimed in enumerate(confidences(draft)):
             place = cell(drafter, claimed, position)
             unseen = claimed * belief
-            rate = known(place, known_before(place, unseen if unseen < 1.0 else 1.0))
+            rate = unseen if unseen < 1.0 else 1.0
+            for stats in (everyone, own):
+                tally = stats.cells.get(place)
+                if tally is not None:
+                    rate = tally.rate(rate, stats.strength)
             yield rate
             carried = CARRIED_ON * rate / claimed if claimed > LEAST_CLAIM else 0.0
             belief = carried if carried > honesty else honesty

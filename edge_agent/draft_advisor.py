@@ -118,11 +118,12 @@ class DraftAdvisor:
         free: list[str] = []
         asked: list[str] = []
         trials: list[str] = []
+        extra = curve.extra(1)
         for name, cost in self._drafters.items():
             if cost < FREE_DRAFT:
                 free.append(name)
                 continue
-            loss, catch_up = self._loss(name, 1), prospect.catch_up.get(name, 0.0)
+            loss, catch_up = cost + extra, prospect.catch_up.get(name, 0.0)
             self._promises[name] = self.window.promise(name, self._unseen(name, loss, catch_up))
             if self._pays(name, loss, catch_up, prospect):
                 asked.append(name)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from edge_agent.acceptance_window import AcceptancePrior
 from edge_agent.config import Objective
@@ -40,12 +40,14 @@ NO_CHOICE = Choice(0, 0.0, 1.0, float("inf"))
 FIRST_GUESS_OF_LENGTH = 128.0
 
 
-@dataclass(frozen=True)
-class EngineLoad:
+class EngineLoad(NamedTuple):
     """Requests that decode now, and requests that wait for it."""
 
     running: int = 1
     waiting: int = 0
+
+
+ALONE = EngineLoad()
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Senses:
 
     device: Callable[[], DeviceState] = lambda: UNKNOWN_DEVICE
     link: Callable[[], LinkState] = lambda: NO_LINK
-    load: Callable[[], EngineLoad] = EngineLoad
+    load: Callable[[], EngineLoad] = lambda: ALONE
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,10 @@ class SpeculationLedger:
 
     def accrue(self, gain: float) -> None:
         """A round has passed: this much may be spent on trying, by those that have little."""
+        needy: list[Account] = []
         for account in self.accounts.values():
             account.wait()
-        needy = [account for account in self.accounts.values() if account.rounds.credit < MOST]
+            if account.rounds.credit < MOST:
+                needy.append(account)
         for account in needy:
             account.settle(gain / len(needy))
