@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from edge_agent.request import GenerationRequest
@@ -94,4 +93,4 @@ class LookAheadVerifier(LocalVerifier):
         verdict = judge(logits, NO_DRAFT, sampler, position, num_top_logprobs=self._num_top_logprobs)
         sampler.append(verdict.next_token)
         self._drawn = verdict.next_token
-        return replace(verdict, pass_s=time.perf_counter() - started)
+        return Verdict(0, verdict.next_token, verdict.logprobs, pass_s=time.perf_counter() - started)
