@@ -30,8 +30,8 @@ LOGITS_FROM = "logits_from"
 HIDDEN_STATES = "hidden_states"
 """Our graphs' output after the last norm."""
 
-KEPT_ROWS = 64
-"""Tokens taken in before the pages of rows that were looked up are given back: 4 MB of an embedding."""
+KEPT_ROWS = 256
+"""Tokens taken in before the pages of rows that were looked up are given back: 16 MB of an embedding."""
 
 _NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
