@@ -140,6 +140,8 @@ def _chat(meeting: AbstractAsyncContextManager[Partner], options: ChatOptions) -
                     console.print(f"[dim]{HELP}[/dim]")
                 elif line:
                     _turn(runner, console, partner, options, messages, line)
+        except KeyboardInterrupt:  # Between an answer and the prompt, or before an answer: as at the prompt.
+            console.print()
         finally:
             runner.run(meeting.__aexit__(None, None, None))
 

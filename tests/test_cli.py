@@ -11,15 +11,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from edge_agent.console import printable, summary
+from edge_agent import console
+from edge_agent.console import ChatOptions, printable, summary
 from edge_agent.serve import welcome
 from shared.errors import ConfigError
 from shared.server import bind
@@ -200,6 +202,25 @@ def test_ctrl_c_stops_an_answer_then_leaves_the_chat(tmp_path: Path) -> None:
         assert process.wait(LIMIT_S) == 0
         while not lines.empty():
             assert "Traceback" not in lines.get()
+
+
+@pytest.mark.parametrize("where", ["_turn", "_read_line"])
+def test_ctrl_c_anywhere_leaves_the_chat_quietly(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing waits for it: between an answer and the next prompt."""
+    left: list[bool] = []
+
+    @asynccontextmanager
+    async def nobody() -> AsyncIterator[Any]:
+        yield None
+        left.append(True)
+
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(console, "_read_line", lambda _console: "hello")
+    monkeypatch.setattr(console, where, interrupted)
+    console._chat(nobody(), ChatOptions())
+    assert left == [True]
 
 
 def test_figures_and_printable_text() -> None:
