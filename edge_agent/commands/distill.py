@@ -25,7 +25,7 @@ def distill(
         Path | None, typer.Option(help="where the work is kept, to go on from; in the models' cache by default")
     ] = None,
     answer_tokens: Annotated[int, typer.Option(min=1000, help="tokens that the target answers to train on")] = 500_000,
-    max_ids: Annotated[int, typer.Option(min=64, help="most ids that the head can propose")] = 24_576,
+    max_ids: Annotated[int, typer.Option(min=64, help="most ids that the head can propose")] = 16_384,
     epochs: Annotated[int, typer.Option(min=1, help="times that training sees every answer")] = 3,
     rate: Annotated[float, typer.Option(min=1e-6, max=1.0, help="highest learning rate")] = 3e-4,
     start_from: Annotated[

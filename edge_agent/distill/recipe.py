@@ -51,7 +51,7 @@ class Recipe:
     context_length: int = 1024
     sampled_share: float = 0.15
     """Part of the prompts that are answered by chance, at temperature 0.7, instead of greedily."""
-    max_ids: int = 24_576
+    max_ids: int = 16_384
     seed: int = 1
     plan: TrainingPlan = field(default_factory=TrainingPlan)
     start_from: Path | None = None
