@@ -52,6 +52,11 @@ def edge_agent(tmp_path: Path, *arguments: str, typed: str = "", **variables: st
     )
 
 
+def hear_ctrl_c() -> None:
+    """A suite that a shell started in the background ignores SIGINT, and would hand that down."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def running(tmp_path: Path, arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[str]]]:
     """The command in the background, with its lines as they come; killed if it does not end by itself."""
@@ -63,6 +68,7 @@ def running(tmp_path: Path, arguments: Sequence[str]) -> Iterator[tuple[subproce
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=hear_ctrl_c,
     )
     lines: queue.Queue[str] = queue.Queue()
     assert process.stdout is not None
