@@ -96,7 +96,7 @@ def own_pools(folder: Path, seed: int) -> dict[str, list[str]]:
         pools["news"].update(_joined(paragraphs, NEWS_CHARS))
         pools["long_news"].update(_joined(paragraphs, LONG_NEWS_CHARS))
     if not any(pools.values()):
-        raise ConfigError(f"--texts {folder}: no text in it has {NEWS_CHARS[0]} characters")
+        raise ConfigError(f"--texts {folder}: it holds no text of at least {NEWS_CHARS[0]} characters")
     random_ = random.Random(seed)
     return {name: random_.sample(sorted(pool), len(pool)) for name, pool in pools.items() if pool}
 
