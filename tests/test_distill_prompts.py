@@ -113,7 +113,7 @@ def test_own_texts_that_are_of_no_use_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \.txt file"):
         own_pools(tmp_path, 1)
     (tmp_path / "a.txt").write_text("Too little.")
-    with pytest.raises(ConfigError, match="has 200 characters"):
+    with pytest.raises(ConfigError, match="at least 200 characters"):
         own_pools(tmp_path, 1)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match=r"b\.txt can't be read"):
