@@ -77,11 +77,15 @@ class SpeculationLedger:
         self.accounts = {name: Account(Purse(STOCK), Purse(STOCK)) for name in drafters}
 
     def accrue(self, gain: float) -> None:
-        """A round has passed: this much may be spent on trying, by those that have little."""
-        needy: list[Account] = []
+        """A round has passed: this much may be spent on trying, by those that have less than they began with.
+
+        Only where there are none it goes to those that aren't full: one that nobody asks must not hoard what another
+        needs.
+        """
         for account in self.accounts.values():
             account.wait()
-            if account.rounds.credit < MOST:
-                needy.append(account)
-        for account in needy:
-            account.settle(gain / len(needy))
+        credits = {name: account.rounds.credit for name, account in self.accounts.items()}
+        needy = [name for name, credit in credits.items() if credit < STOCK]
+        needy = needy or [name for name, credit in credits.items() if credit < MOST]
+        for name in needy:
+            self.accounts[name].settle(gain / len(needy))

@@ -22,6 +22,7 @@ from edge_agent.round import Origin, Round, TokenEvent
 from edge_agent.session import Session
 from edge_agent.thresholds import PRESETS, Preset
 from edge_agent.verifier import LocalVerifier
+from edge_agent.speculation_ledger import STOCK, SpeculationLedger
 from shared.acceptance import Draft
 from shared.errors import CloudUnavailableError
 from shared.inference_thread import InferenceThread
@@ -364,6 +365,21 @@ def test_a_trial_waits_until_the_answer_can_bear_it() -> None:
     """After 8 rounds the trial, catching up included, costs 0.79 of one: a tenth. Asked at once, a trial was 12 % of an
     answer of 18 tokens."""
     assert first_trial(prompt_length=20) == 8
+
+
+def test_an_account_that_nobody_asks_hoards_nothing_that_another_needs() -> None:
+    """Four shared the accrual alike, two of them never asked: a look-up that had lost its stock waited for 70 rounds."""
+    ledger = SpeculationLedger(["prediction", "ngram", "pool", "head"])
+    ledger.accounts["ngram"].settle(-STOCK)
+    for _ in range(17):
+        ledger.accrue(0.01)
+    credits = {name: account.rounds.credit for name, account in ledger.accounts.items()}
+    assert credits["ngram"] == pytest.approx(0.17)
+    assert credits["pool"] == credits["prediction"] == STOCK
+    ledger.accounts["ngram"].settle(STOCK)
+    for _ in range(4):
+        ledger.accrue(0.01)
+    assert ledger.accounts["pool"].rounds.credit == pytest.approx(STOCK + 0.01)
 
 
 def test_a_cheap_drafter_is_asked_before_it_has_shown_anything() -> None:
