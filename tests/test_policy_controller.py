@@ -20,9 +20,9 @@ from edge_agent.policy_controller import EngineLoad, PolicyController, PolicyEng
 from edge_agent.request import Execution, GenerationRequest, Privacy, Speculation
 from edge_agent.round import Origin, Round, TokenEvent
 from edge_agent.session import Session
+from edge_agent.speculation_ledger import STOCK, SpeculationLedger
 from edge_agent.thresholds import PRESETS, Preset
 from edge_agent.verifier import LocalVerifier
-from edge_agent.speculation_ledger import STOCK, SpeculationLedger
 from shared.acceptance import Draft
 from shared.errors import CloudUnavailableError
 from shared.inference_thread import InferenceThread
@@ -368,7 +368,7 @@ def test_a_trial_waits_until_the_answer_can_bear_it() -> None:
 
 
 def test_an_account_that_nobody_asks_hoards_nothing_that_another_needs() -> None:
-    """Four shared the accrual alike, two of them never asked: a look-up that had lost its stock waited for 70 rounds."""
+    """Four shared the accrual, two of them never asked: a look-up that had lost its stock waited for 70 rounds."""
     ledger = SpeculationLedger(["prediction", "ngram", "pool", "head"])
     ledger.accounts["ngram"].settle(-STOCK)
     for _ in range(17):
