@@ -73,11 +73,11 @@ async def batching(
         thread.stop()
 
 
-async def ask_all(batcher: Batcher[SlowTable], caches: list[SlowTable]) -> list[asyncio.Task[np.ndarray]]:
-    """The first asks alone, and the others while its pass is held."""
-    tasks = []
-    for cache, (tokens, num_logits) in zip(caches, REQUESTS, strict=True):
-        tasks.append(asyncio.create_task(batcher.forward(cache, tokens, num_logits, copied)))
+async def ask(
+    batcher: Batcher[SlowTable], caches: list[SlowTable], numbers: Sequence[int] = range(len(REQUESTS))
+) -> list[asyncio.Task[np.ndarray]]:
+    """These of the requests, all in the queue."""
+    tasks = [asyncio.create_task(batcher.forward(caches[number], *REQUESTS[number], copied)) for number in numbers]
     await asyncio.sleep(0)
     return tasks
 
@@ -95,7 +95,7 @@ def test_requests_of_different_lengths_share_a_pass() -> None:
         decoder = TableDecoder()
         caches = filled(decoder)
         async with batching(decoder) as batcher:
-            assert_right(caches, await asyncio.gather(*await ask_all(batcher, caches)))
+            assert_right(caches, await asyncio.gather(*await ask(batcher, caches)))
         assert decoder.batch_sizes == [len(REQUESTS)]
 
     asyncio.run(scenario())
@@ -107,7 +107,7 @@ def test_no_more_share_a_pass_than_is_worth_while() -> None:
         caches = filled(decoder)
         costs = PassCosts([10.0, 12.0, 14.0, 16.0], [10.0, 12.0, 14.0, 16.0, 100.0])
         async with batching(decoder, costs.num_together) as batcher:
-            assert_right(caches, await asyncio.gather(*await ask_all(batcher, caches)))
+            assert_right(caches, await asyncio.gather(*await ask(batcher, caches)))
         assert decoder.batch_sizes == [2, 1, 1]
 
     asyncio.run(scenario())
@@ -120,7 +120,7 @@ def test_a_sequence_that_fails_fails_no_other() -> None:
         decoder.bad = caches[2]
         decoder.released.set()
         async with batching(decoder) as batcher:
-            outcomes = await asyncio.gather(*await ask_all(batcher, caches), return_exceptions=True)
+            outcomes = await asyncio.gather(*await ask(batcher, caches), return_exceptions=True)
             assert isinstance(outcomes[2], EngineError)
             assert caches[2].tokens == STARTS[2]
             assert_right(caches, outcomes, without=[2])
@@ -154,7 +154,7 @@ def test_one_that_leaves_in_the_middle_of_a_pass_waits_for_its_cache_and_stops_n
         decoder = FailingDecoder()
         caches = filled(decoder)
         async with batching(decoder) as batcher:
-            tasks = await ask_all(batcher, caches)
+            tasks = await ask(batcher, caches)
             await asyncio.to_thread(decoder.entered.wait)
             tasks[1].cancel()
             for _ in range(5):
@@ -173,13 +173,9 @@ def test_one_that_leaves_before_its_pass_takes_its_tokens_along() -> None:
         decoder = FailingDecoder()
         caches = filled(decoder)
         async with batching(decoder) as batcher:
-            first = asyncio.create_task(batcher.forward(caches[0], *REQUESTS[0], copied))
+            [first] = await ask(batcher, caches, [0])
             await asyncio.to_thread(decoder.entered.wait)
-            others = [
-                asyncio.create_task(batcher.forward(cache, *request, copied))
-                for cache, request in zip(caches[1:], REQUESTS[1:], strict=True)
-            ]
-            await asyncio.sleep(0)
+            others = await ask(batcher, caches, [1, 2, 3])
             others[0].cancel()
             await asyncio.gather(others[0], return_exceptions=True)
             decoder.released.set()
@@ -195,10 +191,9 @@ def test_a_stop_ends_those_that_wait_with_an_error() -> None:
         decoder = FailingDecoder()
         caches = filled(decoder)
         async with batching(decoder) as batcher:
-            first = asyncio.create_task(batcher.forward(caches[0], *REQUESTS[0], copied))
+            [first] = await ask(batcher, caches, [0])
             await asyncio.to_thread(decoder.entered.wait)
-            second = asyncio.create_task(batcher.forward(caches[1], *REQUESTS[1], copied))
-            await asyncio.sleep(0)
+            [second] = await ask(batcher, caches, [1])
             decoder.released.set()
             stopping = asyncio.gather(first, second, return_exceptions=True)
         assert [type(outcome) for outcome in await stopping] == [EngineStoppedError] * 2

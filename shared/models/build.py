@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import onnx
@@ -47,6 +47,7 @@ DEFAULT_CONTEXT = 8192
 CHUNK_ELEMENTS = 1 << 18
 SAME_MATRIX = 0.1  # relative difference under which an output matrix is a requantised copy of the embedding
 
+T = TypeVar("T")
 Progress = Callable[[str, float], None]
 Role = Literal["target", "draft"]
 
@@ -94,10 +95,8 @@ class _Quantiser:
         wanted = self.scheme.precision(kind, layer, self.source.architecture.num_layers)
         precision = _exact_precision(raws, wanted) or wanted.fitted(raws[0].columns)
         self.chosen.setdefault(kind, Counter())[precision] += 1
-        chunks = [chunk for raw in raws for chunk in raw.chunks(CHUNK_ELEMENTS)]
         weights = self.importance.weights(kind, layer)
-        with ThreadPoolExecutor(usable_cpus()) as pool:
-            return stack(list(pool.map(lambda chunk: _quantise_chunk(chunk, precision, weights), chunks)))
+        return stack(_by_chunks(raws, lambda chunk: _quantise_chunk(chunk, precision, weights)))
 
     def vocabulary(self, raw: RawTensor) -> Vocabulary:
         """An embedding or a vocabulary projection, split where the scheme says so."""
@@ -106,15 +105,19 @@ class _Quantiser:
             return self.matrix([raw], TensorClass.VOCABULARY)
         precision = wanted.fitted(raw.columns)
         self.chosen.setdefault(TensorClass.VOCABULARY, Counter())[precision] += 1
-        with ThreadPoolExecutor(usable_cpus()) as pool:
-            chunks = raw.chunks(CHUNK_ELEMENTS)
-            return stack_split(list(pool.map(lambda chunk: split_quantise(chunk.to_float(), precision.block), chunks)))
+        return stack_split(_by_chunks([raw], lambda chunk: split_quantise(chunk.to_float(), precision.block)))
 
     def records(self) -> dict[str, list[PrecisionRecord]]:
         return {
             str(kind): [PrecisionRecord(**asdict(precision), matrices=count) for precision, count in counts.items()]
             for kind, counts in self.chosen.items()
         }
+
+
+def _by_chunks(raws: list[RawTensor], make: Callable[[RawTensor], T]) -> list[T]:
+    """What is made of each chunk of the tensors, in their order; all cores at work."""
+    with ThreadPoolExecutor(usable_cpus()) as pool:
+        return list(pool.map(make, [chunk for raw in raws for chunk in raw.chunks(CHUNK_ELEMENTS)]))
 
 
 def _exact_precision(raws: list[RawTensor], wanted: Precision) -> Precision | None:

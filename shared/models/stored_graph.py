@@ -32,10 +32,6 @@ class StoredGraph:
         self._initializers = {tensor.name: tensor for tensor in graph.initializer}
         self._nodes = {node.name or str(number): node for number, node in enumerate(graph.node)}
 
-    def names(self) -> list[str]:
-        """All its arrays."""
-        return list(self._initializers)
-
     def has(self, name: str) -> bool:
         """Whether there is such an array."""
         return name in self._initializers
