@@ -20,7 +20,7 @@ def measure_curve(
     lm: CausalLM,
     *,
     positions: Sequence[int] = CURVE_POSITIONS,
-    repeats: int = 5,
+    repeats: int = 3,
     past: int = 64,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
