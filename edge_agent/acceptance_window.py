@@ -1,9 +1,9 @@
 """How likely a draft token is accepted, learnt from verified drafts.
 
 Acceptance depends on who drafted (an n-gram, a model), on how sure it was (match length, probability), and on the
-position in the draft: given that the tokens before it were right, a later one is likelier right. So there is one cell
-for each (drafter, confidence, position), and its estimate shrinks towards what is known on a wider scale while it has
-few samples:
+position in the draft: given that the tokens before it were right, a later one is likelier right. So a drafter has one
+cell for each (confidence, position), and its estimate shrinks towards what is known on a wider scale while it has few
+samples:
 
     drafter's own confidence -> all drafts of this process -> drafts of this request
 
@@ -12,9 +12,9 @@ Rounds that verified no draft are no samples. Old samples fade, so that a text t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from shared.acceptance import Draft
 
@@ -29,22 +29,23 @@ CARRIED_ON = 0.9
 LEAST_CLAIM = 0.05
 """Of less than this nothing is carried on."""
 
-Cell = tuple[str, int, int]
+Cell = int
+"""A step of confidence and a position, in one number."""
+
 JudgedToken = tuple[Cell, float, bool]
 """Where it is counted, the drafter's confidence, whether it was accepted."""
 
-Key = TypeVar("Key")
 
-
-def cell(drafter: str, confidence: float, position: int) -> Cell:
-    """Where a draft token is counted."""
-    return drafter, int(confidence * CONFIDENCE_STEPS), position if position < LAST_POSITION else LAST_POSITION
+def cell(confidence: float, position: int) -> Cell:
+    """Where a draft token is counted, among its drafter's."""
+    step = int(confidence * CONFIDENCE_STEPS)
+    return step * (LAST_POSITION + 1) + (position if position < LAST_POSITION else LAST_POSITION)
 
 
 def confidences(draft: Draft) -> Sequence[float]:
     """The drafter's own probability of each token, in [0, 1]."""
     known = draft.confidences
-    return known if len(known) == len(draft) else (DEFAULT_CONFIDENCE,) * len(draft)
+    return known if len(known) == len(draft.tokens) else (DEFAULT_CONFIDENCE,) * len(draft.tokens)
 
 
 @dataclass(slots=True)
@@ -64,6 +65,15 @@ class Tally:
         return (prior * strength + self.accepted) / (strength + self.judged)
 
 
+@dataclass(slots=True)
+class DrafterStats:
+    """What one scope has seen of one drafter: its tokens, all together and by cell, and what asking it was worth."""
+
+    tokens: Tally = field(default_factory=Tally)
+    cells: defaultdict[Cell, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    gains: Tally = field(default_factory=Tally)
+
+
 @dataclass
 class AcceptanceStats:
     """What one scope (the process, a request) has seen. half_life: in samples of a cell. strength: how many samples it
@@ -71,9 +81,7 @@ class AcceptanceStats:
 
     half_life: float
     strength: float
-    cells: dict[Cell, Tally] = field(default_factory=dict)
-    drafters: dict[str, Tally] = field(default_factory=dict)
-    gains: dict[str, Tally] = field(default_factory=dict)
+    drafters: defaultdict[str, DrafterStats] = field(default_factory=lambda: defaultdict(DrafterStats))
     keep: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,38 +89,25 @@ class AcceptanceStats:
 
     def add(self, drafter: str, judged: Sequence[JudgedToken]) -> None:
         """The judged tokens of a verified draft."""
-        keep = self.keep
-        whole = tally_of(drafter, self.drafters)
+        stats, keep = self.drafters[drafter], self.keep
         for place, _, stood in judged:
-            tally_of(place, self.cells).add(stood, keep)
-            whole.add(stood, keep)
+            stats.cells[place].add(stood, keep)
+            stats.tokens.add(stood, keep)
 
     def asked(self, drafter: str, gain: float) -> None:
         """A drafter was asked, and what it drafted was worth this much."""
-        tally_of(drafter, self.gains).add(gain, self.keep)
+        self.drafters[drafter].gains.add(gain, self.keep)
 
     def promise(self, drafter: str, prior: float) -> float:
         """What asking this drafter is worth on average."""
-        tally = self.gains.get(drafter)
-        return tally.rate(prior, self.strength) if tally else prior
-
-
-def tally_of(key: Key, tallies: dict[Key, Tally]) -> Tally:
-    """The key's tally, a new one at its first time."""
-    tally = tallies.get(key)
-    if tally is None:
-        tally = tallies[key] = Tally()
-    return tally
+        return self.drafters[drafter].gains.rate(prior, self.strength)
 
 
 def judged_tokens(draft: Draft, accepted: int) -> list[JudgedToken]:
     """Those of a verified draft whose first `accepted` tokens stood. What comes after the first rejection tells
     nothing."""
-    drafter, claims = draft.drafter, confidences(draft)
-    return [
-        (cell(drafter, claim, position), claim, position < accepted)
-        for position, claim in enumerate(claims[: accepted + 1])
-    ]
+    claims = confidences(draft)[: accepted + 1]
+    return [(cell(claim, position), claim, position < accepted) for position, claim in enumerate(claims)]
 
 
 class AcceptancePrior:
@@ -121,17 +116,17 @@ class AcceptancePrior:
     def __init__(self, half_life: float = 300.0, strength: float = 12.0, trust: float = 20.0) -> None:
         """strength, trust: how many samples it takes to outweigh a cell's, and a drafter's, own confidence."""
         self.stats = AcceptanceStats(half_life, strength)
-        self._claimed: dict[str, Tally] = {}
+        self._claimed: defaultdict[str, Tally] = defaultdict(Tally)
         self._honesty: dict[str, float] = {}
         self._trust = trust
 
     def add(self, drafter: str, judged: Sequence[JudgedToken]) -> None:
         """The judged tokens of a verified draft."""
-        claimed, keep = tally_of(drafter, self._claimed), self.stats.keep
+        claimed, keep = self._claimed[drafter], self.stats.keep
         for _, claim, _ in judged:
             claimed.add(claim, keep)
         self.stats.add(drafter, judged)
-        accepted, half = self.stats.drafters[drafter].accepted, self._trust / 2
+        accepted, half = self.stats.drafters[drafter].tokens.accepted, self._trust / 2
         self._honesty[drafter] = min(1.0, (half + accepted) / (half + claimed.accepted))
 
     def asked(self, drafter: str, gain: float) -> None:
@@ -162,7 +157,7 @@ class AcceptanceWindow:
         if not draft.tokens:
             return
         self.num_verified_drafts += 1
-        self.num_drafted += len(draft)
+        self.num_drafted += len(draft.tokens)
         self.num_accepted += accepted
         judged = judged_tokens(draft, accepted)
         self._stats.add(draft.drafter, judged)
@@ -178,16 +173,19 @@ class AcceptanceWindow:
         A position that was rarely reached is believed nearly as far beyond, or short of, its claim as the one before
         it, or drafts that were cut short while they were bad would stay short for ever.
         """
-        drafter, own, everyone = draft.drafter, self._stats, self._prior.stats
+        drafter = draft.drafter
+        everyone, own = self._prior.stats.drafters[drafter].cells, self._stats.drafters[drafter].cells
+        strength, own_strength = self._prior.stats.strength, self._stats.strength
         belief = honesty = self._prior.honesty(drafter)
         for position, claimed in enumerate(confidences(draft)):
-            place = cell(drafter, claimed, position)
-            unseen = claimed * belief
-            rate = unseen if unseen < 1.0 else 1.0
-            for stats in (everyone, own):
-                tally = stats.cells.get(place)
-                if tally is not None:
-                    rate = tally.rate(rate, stats.strength)
+            place = cell(claimed, position)
+            rate = claimed * belief
+            if rate > 1.0:
+                rate = 1.0
+            if place in everyone:
+                rate = everyone[place].rate(rate, strength)
+            if place in own:
+                rate = own[place].rate(rate, own_strength)
             yield rate
             carried = CARRIED_ON * rate / claimed if claimed > LEAST_CLAIM else 0.0
             belief = carried if carried > honesty else honesty
@@ -207,8 +205,7 @@ class AcceptanceWindow:
     def typical_rates(self, drafter: str, gamma: int, expected: float) -> list[float]:
         """The same before a draft is there: by position, over all confidences. expected: the drafter's prior rate."""
         prior = expected * self._prior.honesty(drafter)
-        tally = self._stats.drafters.get(drafter)
-        return [tally.rate(prior, self._stats.strength) if tally else prior] * gamma
+        return [self._stats.drafters[drafter].tokens.rate(prior, self._stats.strength)] * gamma
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -11,8 +11,6 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
 from operator import sub
 
 LEVEL_WINDOW = 9
@@ -26,10 +24,13 @@ class CostCurve:
     """Cost of a target pass over m = 1, 2, … positions; past the end it goes on with the last slope. Any unit."""
 
     values: tuple[float, ...]
+    least_step: float = field(init=False, compare=False)
+    """No position costs less than this more than the one before it."""
 
     def __post_init__(self) -> None:
         if not self.values or not (min(self.values) > 0 and math.isfinite(sum(self.values))):
             raise ValueError(f"a cost curve needs positive finite values, got {self.values}")
+        object.__setattr__(self, "least_step", min(map(sub, self.values[1:], self.values), default=0.0))
 
     def at(self, positions: int) -> float:
         """c(positions), positions >= 1."""
@@ -37,11 +38,6 @@ class CostCurve:
             return self.values[positions - 1]
         slope = self.values[-1] - self.values[-2] if len(self.values) > 1 else self.values[-1]
         return self.values[-1] + max(slope, 0.0) * (positions - len(self.values))
-
-    @cached_property
-    def least_step(self) -> float:
-        """No position costs less than this more than the one before it."""
-        return min(map(sub, self.values[1:], self.values), default=0.0)
 
     def extra(self, gamma: int) -> float:
         """What verifying gamma draft tokens adds to a direct round."""
@@ -137,7 +133,11 @@ class _DraftCost:
 
 def _rising(values: Sequence[float]) -> list[float]:
     """Never falling: more positions cost no less."""
-    return list(accumulate(values, max))
+    rising, highest = [], 0.0
+    for value in values:
+        highest = value if value > highest else highest
+        rising.append(highest)
+    return rising
 
 
 def _median(values: Collection[float]) -> float:

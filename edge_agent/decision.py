@@ -18,7 +18,11 @@ class Mode(StrEnum):
     @property
     def on_device(self) -> bool:
         """Whether no token leaves the device."""
-        return self in (Mode.LOCAL_SPECULATIVE, Mode.LOCAL_DIRECT)
+        return self in ON_DEVICE
+
+
+ON_DEVICE = frozenset({Mode.LOCAL_SPECULATIVE, Mode.LOCAL_DIRECT})
+DRAFTLESS = frozenset({Mode.LOCAL_DIRECT, Mode.CLOUD_GENERATE})
 
 
 class Reason(StrEnum):
@@ -62,7 +66,7 @@ class Decision:
     def __post_init__(self) -> None:
         if self.gamma < 0:
             raise ValueError(f"gamma must not be negative, got {self.gamma}")
-        if self.gamma and self.mode in (Mode.LOCAL_DIRECT, Mode.CLOUD_GENERATE):
+        if self.gamma and self.mode in DRAFTLESS:
             raise ValueError(f"{self.mode} drafts nothing, got gamma {self.gamma}")
         if not 0 <= self.pace_s < math.inf:
             raise ValueError(f"pace_s must be finite and not negative, got {self.pace_s}")

@@ -84,7 +84,7 @@ class DraftAdvisor:
         self, drafters: Mapping[str, float], prior: AcceptancePrior, ledger: SpeculationLedger, probe_every: int
     ) -> None:
         """drafters: cost of a token of each, in direct rounds. probe_every: rounds between trials of what lost."""
-        self._drafters = dict(drafters)
+        self._drafters = drafters
         self._accounts = ledger.accounts
         self._ledger = ledger
         self._probe_every = probe_every
@@ -107,19 +107,16 @@ class DraftAdvisor:
         """Direct time over time with drafts, of the last rounds."""
         return self._committed / self._decoded
 
-    def update_costs(self, drafters: Mapping[str, float]) -> None:
-        """The drafters' costs as they are measured now."""
-        self._drafters.update(drafters)
-
-    def advise(self, curve: CostCurve, ceiling: int, prospect: Prospect) -> Drafting:
-        """What drafting promises in the coming round. ceiling: the longest draft to think of."""
-        self._curve = curve
+    def advise(self, drafters: Mapping[str, float], curve: CostCurve, ceiling: int, prospect: Prospect) -> Drafting:
+        """What drafting promises in the coming round. drafters: their costs as they are measured now. ceiling: the
+        longest draft to think of."""
+        self._drafters, self._curve = drafters, curve
         self._promises = {}
         free: list[str] = []
         asked: list[str] = []
         trials: list[str] = []
         extra = curve.extra(1)
-        for name, cost in self._drafters.items():
+        for name, cost in drafters.items():
             if cost < FREE_DRAFT:
                 free.append(name)
                 continue
@@ -193,8 +190,9 @@ class DraftAdvisor:
         self.value = min(1.0, self._decoded / self._committed)
         self._ledger.accrue(cost * share)
         for draft, choice in self._appraised:
-            if draft.tokens and not self.is_free(draft.drafter):
-                self.window.asked(draft.drafter, choice.gain - len(draft) * self._drafters[draft.drafter])
+            cost = self._drafters[draft.drafter]
+            if cost >= FREE_DRAFT:
+                self.window.asked(draft.drafter, choice.gain - len(draft) * cost)
         self._appraised.clear()
         for name, spent in round.draft_costs.items():
             self._accounts[name].settle(-spent)
@@ -227,9 +225,8 @@ class DraftAdvisor:
     def _unseen(self, drafter: str, loss: float, catch_up: float) -> float:
         """What a costly drafter promises before it has shown anything: the gain of one token, at its kind's rate.
         loss: of one draft token that is rejected."""
-        if loss + catch_up > max(SMALL_CATCH_UP, TRIAL_SHARE * self._spent):
-            return 0.0
-        return max(0.0, EXPECTED_RATES.get(drafter, 0.5) * self.value - loss)
+        too_dear = loss + catch_up > SMALL_CATCH_UP and loss + catch_up > TRIAL_SHARE * self._spent
+        return 0.0 if too_dear else max(0.0, EXPECTED_RATES.get(drafter, 0.5) * self.value - loss)
 
     def _pays(self, drafter: str, loss: float, catch_up: float, prospect: Prospect) -> bool:
         """Whether a costly drafter's promise is worth its catching up."""

@@ -161,9 +161,9 @@ def radio_j(network: Network | None, up_bytes: int, down_bytes: int, active_s: f
     return base * active_s + (up * up_bytes + down * down_bytes) * 8e-6
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class EnergyUse:
-    """Joules by component."""
+    """Joules by component, added to as they are spent."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -174,14 +174,6 @@ class EnergyUse:
     def total(self) -> float:
         """All components."""
         return self.draft + self.verify + self.prefill + self.cloud_radio
-
-    def __add__(self, other: EnergyUse) -> EnergyUse:
-        return EnergyUse(
-            self.draft + other.draft,
-            self.verify + other.verify,
-            self.prefill + other.prefill,
-            self.cloud_radio + other.cloud_radio,
-        )
 
 
 class EnergyAccount:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class LinkState:
+class LinkState(NamedTuple):
     """The cloud as the last handshake, replies and the circuit breaker show it.
 
     verify_cost_s: seconds of a pass over m = 1, 2, … positions there. gamma_hint: the longest draft it asks for under

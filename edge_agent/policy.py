@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from edge_agent.config import Objective
@@ -75,6 +76,10 @@ class Wishes:
     def device_only(self) -> bool:
         """Whether no token of it may leave."""
         return self.privacy is Privacy.ON_DEVICE or self.execution is Execution.ONLY_DEVICE or self.structured
+
+
+orders = lru_cache(maxsize=64)(Decision)
+"""A round's orders are mostly those of an earlier one."""
 
 
 class Drafting(NamedTuple):
@@ -288,13 +293,13 @@ def _local(inputs: PolicyInputs, thresholds: Thresholds, pressure: Pressure) -> 
     pace = _pace(inputs, thresholds, pressure.rung)
     reason = _local_reason(inputs, thresholds, pressure)
     if pressure.rung >= Rung.DIRECT:
-        return Decision(Mode.LOCAL_DIRECT, 0, reason, pace)
+        return orders(Mode.LOCAL_DIRECT, 0, reason, pace)
     gamma, gain_reason = _speculate(inputs, thresholds)
     if pressure.rung is Rung.EASED:
         gamma = (gamma + 1) // 2
     if gamma == 0:
-        return Decision(Mode.LOCAL_DIRECT, 0, gain_reason, pace)
-    return Decision(Mode.LOCAL_SPECULATIVE, gamma, gain_reason if reason is Reason.NOMINAL else reason, pace)
+        return orders(Mode.LOCAL_DIRECT, 0, gain_reason, pace)
+    return orders(Mode.LOCAL_SPECULATIVE, gamma, gain_reason if reason is Reason.NOMINAL else reason, pace)
 
 
 def _local_reason(inputs: PolicyInputs, thresholds: Thresholds, pressure: Pressure) -> Reason:

@@ -257,7 +257,7 @@ class PolicyController:
         """Learn costs, acceptance and energy from a finished round."""
         engine = self._engine
         joules = engine.energy.end(self)
-        self._spent += self._by_component(state, round, joules)
+        self._spend(state, round, joules)
         clean = self._is_clean_sample(round)
         positions = len(round.draft) + 1
         if round.decision.mode.on_device:
@@ -320,9 +320,8 @@ class PolicyController:
 
     def _drafting(self) -> Drafting:
         engine = self._engine
-        self._advisor.update_costs(engine.drafter_costs())
         ceiling = min(engine.thresholds.max_gamma, self._wishes.max_gamma, engine.costs.num_positions - 1)
-        return self._advisor.advise(engine.relative_curve(), ceiling, self._prospect())
+        return self._advisor.advise(engine.drafter_costs(), engine.relative_curve(), ceiling, self._prospect())
 
     def _prospect(self) -> Prospect:
         catch_up = {name: self._catch_up(name) for name in self._engine.catch_up_s}
@@ -386,14 +385,20 @@ class PolicyController:
     def _catch_up(self, drafter: str) -> float:
         """Direct rounds that a drafter needs to take in what was committed without it."""
         behind = self._position - self._taken_in.get(drafter, 0) - LAST_COMMITTED
-        return max(behind, 0) * self._engine.catch_up_s.get(drafter, 0.0) / self._engine.costs.calibrated_direct
+        if behind <= 0:
+            return 0.0
+        return behind * self._engine.catch_up_s.get(drafter, 0.0) / self._engine.costs.calibrated_direct
 
-    def _by_component(self, state: RoundState, round: Round, joules: float) -> EnergyUse:
+    def _spend(self, state: RoundState, round: Round, joules: float) -> None:
         """A round's joules by the share of time: a first round is all prefill; a cloud round's wait costs the radio."""
-        busy = round.draft_s + round.verify_s
+        spent, busy = self._spent, round.draft_s + round.verify_s
         draft = joules * round.draft_s / busy if busy > 0 else 0.0
-        rest = joules - draft
-        if not round.decision.mode.on_device:
+        spent.draft += draft
+        on_device = round.decision.mode.on_device
+        if on_device and state.round == 0:
+            spent.prefill += joules - draft
+        else:
+            spent.verify += joules - draft
+        if not on_device:
             network = self._engine.senses.device().network
-            return EnergyUse(draft=draft, verify=rest, cloud_radio=radio_j(network, 512, 512, round.verify_s))
-        return EnergyUse(draft=draft, prefill=rest) if state.round == 0 else EnergyUse(draft=draft, verify=rest)
+            spent.cloud_radio += radio_j(network, 512, 512, round.verify_s)

@@ -82,10 +82,10 @@ class SpeculationLedger:
         Only where there are none it goes to those that aren't full: one that nobody asks must not hoard what another
         needs.
         """
-        for account in self.accounts.values():
+        accounts = self.accounts.values()
+        for account in accounts:
             account.wait()
-        credits = {name: account.rounds.credit for name, account in self.accounts.items()}
-        needy = [name for name, credit in credits.items() if credit < STOCK]
-        needy = needy or [name for name, credit in credits.items() if credit < MOST]
-        for name in needy:
-            self.accounts[name].settle(gain / len(needy))
+        needy = [account for account in accounts if account.rounds.credit < STOCK]
+        needy = needy or [account for account in accounts if account.rounds.credit < MOST]
+        for account in needy:
+            account.settle(gain / len(needy))

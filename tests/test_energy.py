@@ -137,5 +137,5 @@ def test_shares_of_rounds_side_by_side_add_up() -> None:
 
 
 def test_energy_by_component() -> None:
-    use = EnergyUse(draft=1.0, verify=2.0) + EnergyUse(prefill=3.0, cloud_radio=0.5)
+    use = EnergyUse(draft=1.0, verify=2.0, prefill=3.0, cloud_radio=0.5)
     assert use.total == 6.5

@@ -98,7 +98,7 @@ HOT, NEARLY_EMPTY = at(45.0), battery(2.0)
         # Only the cloud, even where it is down: its failure is told to the caller.
         (Wishes(Execution.ONLY_CLOUD), at(30.0), LINK, (VERIFY, Reason.REQUESTED)),
         (Wishes(Execution.ONLY_CLOUD), HOT, LINK, (GENERATE, Reason.DEVICE_CRITICAL)),
-        (Wishes(Execution.ONLY_CLOUD), at(30.0), replace(LINK, healthy=False), (VERIFY, Reason.REQUESTED)),
+        (Wishes(Execution.ONLY_CLOUD), at(30.0), LINK._replace(healthy=False), (VERIFY, Reason.REQUESTED)),
         # Heat wins over the preference for the device, but only at the last rung.
         (Wishes(Execution.PREFER_DEVICE), at(42.0), LINK, (DIRECT, Reason.DEVICE_HOT)),
         (Wishes(Execution.PREFER_DEVICE), HOT, LINK, (GENERATE, Reason.DEVICE_CRITICAL)),
@@ -107,10 +107,10 @@ HOT, NEARLY_EMPTY = at(45.0), battery(2.0)
         (
             Wishes(Execution.PREFER_CLOUD),
             at(30.0),
-            replace(LINK, healthy=False),
+            LINK._replace(healthy=False),
             (SPECULATIVE, Reason.CLOUD_UNAVAILABLE),
         ),
-        (Wishes(Execution.PREFER_CLOUD), at(30.0), replace(LINK, gamma_hint=0), (SPECULATIVE, Reason.CLOUD_SATURATED)),
+        (Wishes(Execution.PREFER_CLOUD), at(30.0), LINK._replace(gamma_hint=0), (SPECULATIVE, Reason.CLOUD_SATURATED)),
         # Heat wins over the wish for speculation.
         (Wishes(speculation=Speculation.ON), at(39.5), LINK, (DIRECT, Reason.DEVICE_WARM)),
         (Wishes(speculation=Speculation.ON), at(30.0), LINK, (SPECULATIVE, Reason.REQUESTED)),
