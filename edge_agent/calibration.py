@@ -64,7 +64,7 @@ def measure_prefill(
 
 def measure_head(
     head: DraftHead,
-    hidden_size: int,
+    feature_size: int,
     *,
     past: int = 128,
     repeats: int = 5,
@@ -73,7 +73,7 @@ def measure_head(
     """Seconds of a draft token (the median), and seconds a token of catching up. The cache is left empty."""
     past = min(past, head.context_length - 1)
     tokens = [1 + index % 100 for index in range(past + 1)]
-    features = np.ones((past, hidden_size), np.float32)
+    features = np.ones((past, feature_size), np.float32)
     times, catch_ups = [], []
     for _ in range(repeats):
         head.truncate(0)

@@ -67,7 +67,7 @@ async def load_engine(settings: EdgeSettings, device: Device, senses: Senses, pr
         heads, draft = None, None
         if head is not None:
             heads = await thread.run(_load_head, settings, head, target_path, progress)
-            cost = await thread.run(_head_cost, heads, head.manifest.hidden_size)
+            cost = await thread.run(_head_cost, heads, head.manifest.feature_size)
             draft_costs[HeadDrafter.name], catch_up_s[HeadDrafter.name] = cost
             drafters.append(HeadDrafter.name)
         if draft_path is not None:
@@ -145,10 +145,10 @@ def _load_head(
     return SlotPool(head.new_cache, settings.max_running)
 
 
-def _head_cost(heads: SlotPool[DraftHead], hidden_size: int) -> tuple[float, float]:
+def _head_cost(heads: SlotPool[DraftHead], feature_size: int) -> tuple[float, float]:
     """Seconds of a draft token, and seconds a token of catching up."""
     with heads.slot(()) as head:
-        return measure_head(head, hidden_size)
+        return measure_head(head, feature_size)
 
 
 def _thresholds(settings: EdgeSettings, preset: Preset) -> Thresholds:

@@ -82,10 +82,10 @@ class OnnxHeadCache(CachedTokens):
         return HeadOutput(logits, own[-1:])
 
     def _run(self, tokens: Sequence[int], features: Features) -> tuple[Logits, Features]:
-        """One pass: logits after the last token, [vocab_size], and the head's features, [S, hidden size]."""
+        """One pass: logits after the last token, [vocab_size], and the head's features, [S, feature size]."""
         head, binding, new = self._head, self._binding, len(tokens)
         past = max(len(self._tokens) - 1, 0)
-        own = np.empty((new, head.manifest.hidden_size), np.float32)
+        own = np.empty((new, head.manifest.feature_size), np.float32)
         bind_array(binding, "embeddings", head.embedding.rows(tokens)[np.newaxis])
         bind_array(binding, "features", np.ascontiguousarray(features, np.float32)[np.newaxis])
         bind_array(binding, "attention_mask", self._mask[:, : past + new])

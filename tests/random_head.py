@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,20 +33,21 @@ def as_stored(weights: HeadWeights) -> HeadWeights:
         matrix = getattr(weights, name)
         return dequantise(quantise(matrix, HEAD_PRECISION.fitted(matrix.shape[1])))
 
-    matrices = [field.name for field in fields(weights) if getattr(weights, field.name).ndim == 2]
+    matrices = [name for name, array in weights.arrays().items() if array.ndim == 2]
     return replace(weights, **{name: stored(name) for name in matrices})
 
 
 def reference_head(weights: HeadWeights, spec: HeadSpec, embeddings: Array, features: Array) -> tuple[Array, Array]:
-    """(logits [S, V], the head's own features [S, H]) of positions 0 to S - 1, float64."""
-    w = {field.name: getattr(weights, field.name).astype(np.float64) for field in fields(weights)}
+    """(logits [S, V], the head's own features [S, T]) of positions 0 to S - 1, float64."""
+    w = {name: array.astype(np.float64) for name, array in weights.arrays().items()}
     normed = [_rms(embeddings, w["embedding_norm"], spec), _rms(features, w["feature_norm"], spec)]
     x = np.concatenate(normed, axis=-1) @ w["fusion"].T
     x = x + _attention(w, spec, _rms(x, w["attention_norm"], spec))
     normed_x = _rms(x, w["ffn_norm"], spec)
     gate, up = normed_x @ w["gate"].T, normed_x @ w["up"].T
     x = x + (gate / (1 + np.exp(-gate)) * up) @ w["ffn_down"].T
-    return _rms(x, w["output_norm"], spec) @ w["lm_head"].T, x
+    features_out = x @ w["expansion"].T if "expansion" in w else x
+    return _rms(x, w["output_norm"], spec) @ w["lm_head"].T, features_out
 
 
 def _attention(w: dict[str, Array], spec: HeadSpec, x: Array) -> Array:

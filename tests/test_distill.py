@@ -19,11 +19,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="distilling needs PyTorch: make setup-train")
 
 from edge_agent.distill.answers import AnswerLimits, answer_prompts, is_stuck
-from edge_agent.distill.distillation_loss import agreement, loss_slopes
+from edge_agent.distill.distillation_loss import Projections, agreement, loss_slopes
 from edge_agent.distill.evaluation import measure_acceptance
 from edge_agent.distill.head_module import HeadModule
-from edge_agent.distill.initial_head import continued_head, initial_head
+from edge_agent.distill.initial_head import continued_head, initial_head, projection_rows
+from edge_agent.distill.moved_head import moved_head
 from edge_agent.distill.prompts import Prompt
+from edge_agent.distill.recipe import Distillation, Machine, Recipe
 from edge_agent.distill.rounding import rounded, rounded_matrices
 from edge_agent.distill.shards import Record, ShardFolder
 from edge_agent.distill.torch_target import TorchTarget
@@ -32,7 +34,7 @@ from edge_agent.distill.training_data import batches, is_held_out, to_batch
 from edge_agent.distill.trimmed_vocabulary import trim_vocabulary
 from shared.errors import ModelError
 from shared.models.build import build_model
-from shared.models.head import HEAD_PRECISION, HeadSpec, open_head, write_head
+from shared.models.head import HEAD_PRECISION, HeadSpec, open_head, read_head_weights, write_head
 from shared.models.progress import NullProgress
 from shared.models.quantise import dequantise, quantise
 from shared.models.target_embedding import TargetEmbedding
@@ -48,6 +50,7 @@ TEMPLATE = (
 )
 CONTEXT = 160
 CPU = torch.device("cpu")
+MACHINE = Machine(CPU, num_rows=3, num_workers=1)
 LIMITS = AnswerLimits(None, max_answer=20, num_rows=3, num_workers=1, shard_positions=150)
 
 
@@ -61,9 +64,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _built(tmp_path_factory.mktemp("target"), "qwen2")
 
 
-def _built(folder: Path, architecture: str) -> Path:
+def _built(folder: Path, architecture: str, **sizes: int) -> Path:
     kinds = {"token_embd": "Q8_0"}
-    write_random_decoder(folder / "t.gguf", DecoderShape(architecture), kinds=kinds, chat_template=TEMPLATE)
+    shape = DecoderShape(architecture, **sizes)
+    write_random_decoder(folder / "t.gguf", shape, kinds=kinds, chat_template=TEMPLATE)
     build_model(folder / "t.gguf", folder / "built", progress=lambda _stage, _done: None)
     return folder / "built"
 
@@ -189,9 +193,12 @@ def test_an_answer_that_repeats_itself_is_cut() -> None:
 # --- the head
 
 
-def test_the_trained_layer_is_the_graph(target: Path, tmp_path: Path, records: list[Record]) -> None:
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_the_trained_layer_is_the_graph(target: Path, tmp_path: Path, records: list[Record], is_moved: bool) -> None:
     """At every depth: the features and logits of training are those of drafting with the files that ship."""
     spec = HeadSpec.of_target(target)
+    if is_moved:
+        spec = replace(spec, hidden_size=48, num_heads=6, num_kv_heads=3, is_moved=True)
     weights = random_head(spec)
     write_head(tmp_path / "head", weights, spec, accuracy_level=0)
     embedding = TargetEmbedding(target)
@@ -210,7 +217,8 @@ def test_the_trained_layer_is_the_graph(target: Path, tmp_path: Path, records: l
         for depth in range(3):
             place = known - 2 + depth
             assert bool(levels[depth][1][0, place])
-            mine = levels[depth][0][0, place].numpy()
+            x = levels[depth][0][0, place]
+            mine = (x if module.expansion is None else module.expansion @ x).detach().numpy()
             assert np.abs(mine - output.features[0]).max() < 1e-3 * np.abs(mine).max()
             expected = output.logits[weights.vocabulary]
             assert np.abs(logits[depth][0, place].numpy() - expected).max() < 2e-3 * np.abs(expected).max()
@@ -226,10 +234,11 @@ def test_the_slope_is_that_of_the_cross_entropy_to_the_target() -> None:
     wanted = torch.softmax(states @ projection.T, -1)
     each = [-(wanted * torch.log_softmax(x @ projection.T, -1)).sum(-1) for x in outputs]
     loss = (each[0][chained[0]].sum() + 0.5 * each[1][chained[1]].sum()) / 8
-    slopes = loss_slopes(outputs, chained, states, projection, (1.0, 0.5))
+    same = Projections(projection, projection)
+    slopes = loss_slopes(outputs, chained, states, same, (1.0, 0.5))
     for mine, theirs in zip(slopes, torch.autograd.grad(loss, outputs), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-6)
-    found = agreement(outputs, chained, states, projection)
+    found = agreement(outputs, chained, states, same)
     agrees = [(x @ projection.T).argmax(-1) == wanted.argmax(-1) for x in outputs]
     assert found.loss == pytest.approx(float(each[0][learned].sum().detach()), rel=1e-5)
     assert found.reached == [8, int((agrees[0][:, :-1] & chained[1][:, 1:]).sum())]
@@ -292,13 +301,59 @@ def test_a_head_is_trained_further(target: Path, records: list[Record], tmp_path
     trainer.train(tmp_path / "first.pt", NullProgress())
     write_head(tmp_path / "head", trainer.head.weights(), trainer.head.spec)
     fewer = trim_vocabulary(records, trainer.head.spec.vocab_size, 150)
-    further = HeadModule(continued_head(target, tmp_path / "head", fewer.ids), trainer.head.spec)
+    head = open_head(tmp_path / "head", target=target)
+    further = HeadModule(continued_head(target, head, fewer.ids), trainer.head.spec)
     assert further.lm_head.shape[0] == 150
-    found = Trainer(further, TargetEmbedding(target), records, plan, seed=1, device=CPU).evaluate()
+    found = _training(further, target, records, plan).evaluate()
     assert found.loss < (untrained.loss + trainer.evaluate().loss) / 2
     other = _built(tmp_path, "llama")
     with pytest.raises(ModelError):
-        continued_head(other, tmp_path / "head", fewer.ids)
+        Distillation(other, tmp_path, Recipe(start_from=tmp_path / "head"), MACHINE, NullProgress())
+
+
+def test_a_head_moved_to_the_same_features_says_the_same(target: Path, records: list[Record], tmp_path: Path) -> None:
+    """Fitting finds the features that it had, for each draft token."""
+    spec = HeadSpec.of_target(target)
+    write_head(tmp_path / "head", random_head(spec, num_ids=200), spec)
+    head = open_head(tmp_path / "head", target=target)
+    before = HeadModule(read_head_weights(head), spec)
+    weights = moved_head(head, target, target, records, num_threads=1)
+    after = HeadModule(weights, replace(spec, is_moved=True))
+    batch = to_batch(records[:4], [True] * 4, TargetEmbedding(target), CPU)
+    with torch.no_grad():
+        for (x, chained), (y, _) in zip(before.unroll(batch, 3), after.unroll(batch, 3), strict=True):
+            wanted, found = ((module.output(z) @ before.lm_head.T)[chained] for module, z in ((before, x), (after, y)))
+            assert float((wanted.argmax(-1) == found.argmax(-1)).float().mean()) > 0.9
+            assert float(torch.corrcoef(torch.stack([wanted.flatten(), found.flatten()]))[0, 1]) > 0.98
+
+
+def test_a_head_of_a_smaller_model_is_moved_and_trained(target: Path, records: list[Record], tmp_path: Path) -> None:
+    """To a target of another size with the same tokens; the files draft, go on being trained, and are this target's."""
+    smaller = _built(tmp_path, "qwen3", hidden=32, heads=2, kv_heads=1)
+    small_spec = HeadSpec.of_target(smaller)
+    write_head(tmp_path / "small-head", random_head(small_spec, num_ids=200), small_spec)
+    plan = TrainingPlan(epochs=8, batch_positions=600, held_out=0.1, peak_rate=3e-3)
+    recipe = Recipe(plan=plan, start_from=tmp_path / "small-head", made_for=smaller)
+    run = Distillation(target, tmp_path / "work", recipe, MACHINE, NullProgress())
+    assert (run.spec.feature_size, run.spec.hidden_size, run.spec.num_heads) == (64, 32, 2)
+    trained = run.train(records)
+    assert trained.report.loss < trained.untrained.loss - 0.05
+    run.export(trained, tmp_path / "head")
+    head = open_head(tmp_path / "head", target=target)
+    assert head.manifest.is_moved
+    np.testing.assert_array_equal(head.vocabulary, open_head(tmp_path / "small-head").vocabulary)
+    with pytest.raises(ModelError):
+        open_head(tmp_path / "head", target=smaller)
+    greedy = [record for record in records if record.prompt_index % 4 != 3]
+    found = measure_acceptance(
+        tmp_path / "head", target, greedy, lambda _record: "all", num_threads=1, context_length=CONTEXT
+    )["all"]
+    assert found.reached[0] > 100
+    further = Distillation(
+        target, tmp_path / "more", Recipe(plan=plan, start_from=tmp_path / "head"), MACHINE, NullProgress()
+    )
+    assert further.spec.is_moved
+    assert further.train(records).untrained.loss < trained.untrained.loss
 
 
 def test_two_workers_learn_from_a_batch_each(target: Path, records: list[Record], tmp_path: Path) -> None:
@@ -335,8 +390,12 @@ def _trainer(target: Path, records: list[Record], plan: TrainingPlan) -> Trainer
     spec = HeadSpec.of_target(target)
     learned = [record for record in records if not is_held_out(record, plan.held_out)]
     vocabulary = trim_vocabulary(learned, spec.vocab_size, 200)
-    head = HeadModule(initial_head(target, spec, vocabulary.ids, learned), spec)
-    return Trainer(head, TargetEmbedding(target), records, plan, seed=1, device=CPU)
+    return _training(HeadModule(initial_head(target, spec, vocabulary.ids, learned), spec), target, records, plan)
+
+
+def _training(head: HeadModule, target: Path, records: list[Record], plan: TrainingPlan) -> Trainer:
+    wanted = projection_rows(target, head.vocabulary.numpy())
+    return Trainer(head, TargetEmbedding(target), wanted, records, plan, seed=1, device=CPU)
 
 
 # --- the command

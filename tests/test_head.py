@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,12 +37,19 @@ class Built:
     head: Path
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def moved(spec: HeadSpec) -> HeadSpec:
+    """A head of two thirds of its target's size, with other attention heads."""
+    return replace(spec, hidden_size=48, num_heads=6, num_kv_heads=3, head_size=16, is_moved=True)
+
+
+@pytest.fixture(scope="module", params=["as wide", "moved"])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     path = tmp_path_factory.mktemp("head")
     tensors = write_random_decoder(path / "random.gguf", DecoderShape("qwen2"), kinds={"token_embd": "Q8_0"})
     build_model(path / "random.gguf", path / "target", progress=lambda _what, _done: None)
     spec = HeadSpec.of_target(path / "target")
+    if request.param == "moved":
+        spec = moved(spec)
     weights = random_head(spec)
     write_head(path / "head", weights, spec, accuracy_level=0)
     return Built(path / "target", tensors, spec, weights, path / "head")
@@ -76,7 +84,7 @@ class Runner:
 
 def test_a_head_equals_its_float64_reference_with_a_past_and_without(built: Built) -> None:
     rng = np.random.default_rng(1)
-    embeddings, features = rng.standard_normal((2, 21, built.spec.hidden_size))
+    embeddings, features = rng.standard_normal((2, 21, built.spec.feature_size))
     logits, own = reference_head(as_stored(built.weights), built.spec, embeddings, features)
     runner = Runner(built.head)
     bounds = (0, 9, 14, 15, 21)
@@ -88,7 +96,7 @@ def test_a_head_equals_its_float64_reference_with_a_past_and_without(built: Buil
 
 def test_a_wrong_position_would_be_seen(built: Built) -> None:
     """The tolerance above is far smaller than what a shift by one position changes."""
-    embeddings, features = np.random.default_rng(1).standard_normal((2, 6, built.spec.hidden_size))
+    embeddings, features = np.random.default_rng(1).standard_normal((2, 6, built.spec.feature_size))
     logits, _ = reference_head(as_stored(built.weights), built.spec, embeddings, features)
     shifted, _ = Runner(built.head).step(embeddings, features[::-1], 0)
     assert np.abs(shifted - logits).max() > 0.1 * logits.std()
@@ -97,7 +105,7 @@ def test_a_wrong_position_would_be_seen(built: Built) -> None:
 def test_the_embedding_is_the_targets(built: Built) -> None:
     embedding = TargetEmbedding(built.target)
     ids = [5, 0, 259, 5]
-    assert embedding.hidden_size == built.spec.hidden_size
+    assert embedding.hidden_size == built.spec.feature_size
     assert np.allclose(embedding.rows(ids), built.tensors["token_embd.weight"][ids], atol=1e-6)
 
 
@@ -154,9 +162,23 @@ def test_a_damaged_head_is_named(built: Built, tmp_path: Path, name: str) -> Non
 
 
 def test_what_was_written_is_read_back(built: Built) -> None:
-    read, stored = read_head_weights(open_head(built.head)), as_stored(built.weights)
-    for field in fields(HeadWeights):
-        np.testing.assert_array_equal(getattr(read, field.name), getattr(stored, field.name), field.name)
+    head = open_head(built.head)
+    read, stored = read_head_weights(head).arrays(), as_stored(built.weights).arrays()
+    assert read.keys() == stored.keys()
+    for name in stored:
+        np.testing.assert_array_equal(read[name], stored[name], name)
+    spec = HeadSpec.of_head(head, built.target)
+    np.testing.assert_array_equal(spec.rotary.cosines, built.spec.rotary.cosines)
+    assert replace(spec, rotary=built.spec.rotary) == built.spec
+
+
+def test_a_head_of_the_first_builds_is_as_wide_as_its_target(built: Built, tmp_path: Path) -> None:
+    """Their manifests name one size."""
+    spec = HeadSpec.of_target(built.target)
+    now = write_head(tmp_path / "head", random_head(spec), spec)
+    manifest = json.loads(now.model_dump_json(exclude={"feature_size", "is_moved"}))
+    (tmp_path / "head" / MANIFEST_FILE).write_text(json.dumps(manifest))
+    assert open_head(tmp_path / "head", target=built.target).manifest == now
 
 
 def test_a_target_is_no_head(built: Built) -> None:
@@ -165,10 +187,12 @@ def test_a_target_is_no_head(built: Built) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(built: Built, tmp_path: Path) -> None:
-    narrow = replace(built.weights, fusion=built.weights.fusion[:, :64])
+    narrow = replace(built.weights, fusion=built.weights.fusion[:, :40])
     with pytest.raises(ValueError, match="fusion"):
         write_head(tmp_path / "head", narrow, built.spec)
     unsorted = replace(built.weights, vocabulary=built.weights.vocabulary[::-1])
     with pytest.raises(ValueError, match="vocabulary"):
         write_head(tmp_path / "head", unsorted, built.spec)
+    with pytest.raises(ValueError, match="expansion"):
+        write_head(tmp_path / "head", built.weights, replace(built.spec, is_moved=not built.spec.is_moved))
     assert not any(tmp_path.iterdir())

@@ -53,7 +53,7 @@ def calibrate(
     if chosen is not None:
         embedding, context_length = TargetEmbedding(path), settings.context_length
         weights = OnnxHead(chosen, embedding, context_length=context_length, num_threads=settings.threads)
-        draft_costs["head"], _ = measure_head(weights.new_cache(), chosen.manifest.hidden_size)
+        draft_costs["head"], _ = measure_head(weights.new_cache(), chosen.manifest.feature_size)
     if settings.has_draft:
         draft_path = pull(settings.draft, cache, role="draft")
         drafter = OnnxModel(draft_path, context_length=settings.context_length, num_threads=settings.threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +30,15 @@ def distill(
     epochs: Annotated[int, typer.Option(min=1, help="times that training sees every answer")] = 3,
     rate: Annotated[float, typer.Option(min=1e-6, max=1.0, help="highest learning rate")] = 3e-4,
     start_from: Annotated[
-        Path | None, typer.Option(help="a head of this target to train further", metavar="HEAD")
+        Path | None, typer.Option(help="a head to train further, of this target or of --made-for", metavar="HEAD")
+    ] = None,
+    made_for: Annotated[
+        str | None,
+        typer.Option(
+            help="the model that the head of --start-from was made for, with the same tokens as this target: the head "
+            "is fitted to this target's hidden states and keeps its own size and ids",
+            metavar="MODEL",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="of prompts, sampling and training")] = 1,
     prompts: Annotated[
@@ -67,6 +76,8 @@ def distill(
     from shared.models.progress import RichProgress
     from shared.models.pull import pull
 
+    if made_for is not None and start_from is None:
+        raise ConfigError("--made-for says whose head --start-from is: give --start-from, a head's directory, too")
     if curve is not None:
         check_plot_path(curve)
     own = own_pools(texts, seed) if texts is not None else None
@@ -76,6 +87,8 @@ def distill(
     recipe = Recipe(num_answer_tokens=answer_tokens, max_ids=max_ids, seed=seed, plan=plan, start_from=start_from)
     with RichProgress() as progress:
         path = pull(target, cache, progress=progress)
+        if made_for is not None:
+            recipe = replace(recipe, made_for=pull(made_for, cache, progress=progress))
         kept = folder or cache.root / "distill" / path.name
         run = Distillation(path, kept, recipe, Machine.here(num_threads), progress)
         records = run.answer(run.compose_prompts(TextRoots(), own))

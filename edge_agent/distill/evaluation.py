@@ -115,7 +115,7 @@ def measure_cost(head_directory: Path, target: Path, num_threads: int) -> float:
     lm, cache = model.new_cache(), head.new_cache()
     tokens = [index % 1000 for index in range(COST_CONTEXT)]
     lm.forward(tokens, 0)
-    feature = np.ones((1, head.manifest.hidden_size), np.float32)
+    feature = np.ones((1, head.manifest.feature_size), np.float32)
     cache.forward(tokens, np.repeat(feature, COST_CONTEXT - 1, axis=0))
     steps, passes = [], []
     for _ in range(COST_REPEATS):

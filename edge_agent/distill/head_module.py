@@ -1,8 +1,8 @@
 """The draft head in torch, as it is trained: the layer of `shared/models/head_graph.py`, unrolled on its own features.
 
 Depth 1 reads the target's feature i and token i + 1 and predicts token i + 2. Depth k reads, in place of the target's
-feature, what depth k - 1 gave one position before; it sees the keys of depth 1 up to k - 1 positions back, and then one
-key each of depths 2 … k: the very cache that drafting k tokens leaves.
+feature, what depth k - 1 gave one position before (a moved head expands it); it sees the keys of depth 1 up to k - 1
+positions back, and then one key each of depths 2 … k: the very cache that drafting k tokens leaves.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ class HeadModule(nn.Module):
     ffn_down: nn.Parameter
     output_norm: nn.Parameter
     lm_head: nn.Parameter
+    expansion: nn.Parameter | None
 
     def __init__(self, weights: HeadWeights, spec: HeadSpec) -> None:
         super().__init__()
         self.spec = spec
         self.vocabulary = torch.from_numpy(weights.vocabulary.astype(np.int64))
-        for name in HeadWeights.shapes(spec, 1, 1):
+        self.register_parameter("expansion", None)
+        for name, array in weights.arrays().items():
             if name != "vocabulary":
-                setattr(self, name, nn.Parameter(torch.tensor(getattr(weights, name), dtype=torch.float32)))
+                setattr(self, name, nn.Parameter(torch.tensor(array, dtype=torch.float32)))
         self._cosines = torch.tensor(np.array(spec.rotary.cosines))
         self._sines = torch.tensor(np.array(spec.rotary.sines))
 
@@ -85,7 +87,7 @@ class HeadModule(nn.Module):
         x = fused[row, queries]
         for level in range(depth):
             if level:
-                x = self._fuse(chosen, _shifted(x, 1))
+                x = self._fuse(chosen, self._expanded(_shifted(x, 1)))
                 is_chained = is_chained & follows & _shifted(is_chained, 1)
                 own_key, own_value = self._keys_and_values(self._norm(x, self.attention_norm), queries)
                 own_keys, own_values = [*own_keys, own_key], [*own_values, own_value]
@@ -100,6 +102,10 @@ class HeadModule(nn.Module):
     def output(self, x: Tensor) -> Tensor:
         """What the vocabulary projection is applied to."""
         return self._norm(x, self.output_norm)
+
+    def _expanded(self, x: Tensor) -> Tensor:
+        """The head's features as the target's are."""
+        return x if self.expansion is None else linear(x, self.expansion)
 
     def _fuse(self, embeddings: Tensor, features: Tensor) -> Tensor:
         both = [self._norm(embeddings, self.embedding_norm), self._norm(features, self.feature_norm)]

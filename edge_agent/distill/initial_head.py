@@ -1,4 +1,5 @@
-"""A head to begin with: made of the target (its last layer, its vocabulary), or a trained one to go on from."""
+"""A head to begin with: made of the target (its last layer, its vocabulary), or a trained one of this target to go on
+from. One of another model: `moved_head`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from edge_agent.distill.shards import Record
 from edge_agent.distill.torch_target import TargetWeights
 from shared.models.gguf_source import FloatArray
-from shared.models.head import HeadSpec, HeadWeights, open_head, read_head_weights
+from shared.models.head import HeadDirectory, HeadSpec, HeadWeights, read_head_weights
 from shared.models.target_embedding import TargetEmbedding
 
 FIT_POSITIONS: Final = 40_000
@@ -64,16 +65,15 @@ def initial_head(
     )
 
 
-def continued_head(directory: Path, head: Path, vocabulary: npt.NDArray[np.int32]) -> HeadWeights:
-    """A head that was trained for this target, with these ids to propose from now on.
+def continued_head(directory: Path, head: HeadDirectory, vocabulary: npt.NDArray[np.int32]) -> HeadWeights:
+    """A head as wide as this target, which it was trained for, with these ids to propose from now on."""
+    rows = projection_rows(directory, vocabulary).numpy()
+    return replace(read_head_weights(head), lm_head=rows, vocabulary=vocabulary)
 
-    Raises:
-        ModelFileError: the head isn't whole.
-        TokenizerMismatchError, UnsupportedModelError: it was trained for another target.
-    """
-    trained = read_head_weights(open_head(head, target=directory))
-    rows = _array(TargetWeights(directory, torch.device("cpu"), torch.float32).lm_head())[vocabulary]
-    return replace(trained, lm_head=rows, vocabulary=vocabulary)
+
+def projection_rows(directory: Path, ids: npt.NDArray[np.int32]) -> torch.Tensor:
+    """The target's rows of these ids, [ids, H], float32."""
+    return TargetWeights(directory, torch.device("cpu"), torch.float32).lm_head()[torch.from_numpy(ids).long()]
 
 
 def _array(tensor: torch.Tensor) -> FloatArray:

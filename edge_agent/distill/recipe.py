@@ -18,17 +18,18 @@ from edge_agent.distill.answers import AnswerLimits, answer_prompts
 from edge_agent.distill.curve_plot import CurvePoint
 from edge_agent.distill.evaluation import Acceptance, measure_acceptance, read_prompts
 from edge_agent.distill.head_module import HeadModule
-from edge_agent.distill.initial_head import continued_head, initial_head
+from edge_agent.distill.initial_head import continued_head, initial_head, projection_rows
+from edge_agent.distill.moved_head import moved_head
 from edge_agent.distill.prompts import Prompt, PromptBook
 from edge_agent.distill.shards import Record, ShardFolder
 from edge_agent.distill.shipped_text import TextRoots, shipped_pools
 from edge_agent.distill.torch_target import TorchTarget
 from edge_agent.distill.trainer import Report, Trainer, TrainingPlan
 from edge_agent.distill.training_data import is_held_out
-from edge_agent.distill.trimmed_vocabulary import TrimmedVocabulary, trim_vocabulary
+from edge_agent.distill.trimmed_vocabulary import TrimmedVocabulary, given_vocabulary, trim_vocabulary
 from shared.errors import ConfigError
 from shared.models.cache import write_atomically
-from shared.models.head import HeadManifest, HeadSpec, HeadWeights, write_head
+from shared.models.head import HeadManifest, HeadSpec, HeadWeights, open_head, read_head_weights, write_head
 from shared.models.progress import ProgressListener
 from shared.models.target_embedding import TargetEmbedding
 from shared.tokenizer import Tokenizer
@@ -56,6 +57,8 @@ class Recipe:
     plan: TrainingPlan = field(default_factory=TrainingPlan)
     start_from: Path | None = None
     """A head's directory to train further; by default a head is made of the target's last layer."""
+    made_for: Path | None = None
+    """The built model that `start_from` was trained for, where that isn't the target."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,13 @@ class Distillation:
         """target: a built model's directory. folder: where the work is kept.
 
         Raises:
-            ModelFileError: the target's directory is not whole.
-            UnsupportedModelError: another maker built it.
+            ModelFileError: a directory is not whole.
+            UnsupportedModelError: another maker built the target, or the head to start from is another model's.
+            TokenizerMismatchError: the head to start from counts in other tokens.
         """
-        self.spec = HeadSpec.of_target(target)
+        start_from = recipe.start_from
+        self._given = None if start_from is None else open_head(start_from, target=recipe.made_for or target)
+        self.spec = HeadSpec.of_target(target) if self._given is None else HeadSpec.of_head(self._given, target)
         self.recipe = recipe
         self._target, self._folder, self._machine, self._progress = target, folder, machine, progress
 
@@ -128,7 +134,6 @@ class Distillation:
 
         Raises:
             ConfigError: too few records.
-            ModelFileError, TokenizerMismatchError, UnsupportedModelError: the head to start from can't be used.
         """
         device, spec, plan = self._machine.device, self.spec, self.recipe.plan
         learned = [record for record in records if not is_held_out(record, plan.held_out)]
@@ -136,16 +141,18 @@ class Distillation:
             raise ConfigError(
                 f"{len(records)} answers are too few to train on some and hold others out: choose more --answer-tokens"
             )
-        vocabulary = trim_vocabulary(learned, spec.vocab_size, self.recipe.max_ids)
+        vocabulary = self._vocabulary(learned)
         trainer = Trainer(
             HeadModule(self._first_weights(vocabulary.ids, learned), spec),
             TargetEmbedding(self._target),
+            projection_rows(self._target, vocabulary.ids),
             records,
             replace(plan, num_workers=self._machine.num_workers),
             seed=self.recipe.seed,
             device=device,
         )
         untrained = trainer.evaluate()
+        self._folder.mkdir(parents=True, exist_ok=True)
         trainer.train(self._folder / f"{name}.pt", self._progress)
         count = sum(record.num_answer_tokens for record in learned)
         return Trained(trainer.head.weights(), vocabulary, count, untrained, trainer.evaluate())
@@ -184,11 +191,21 @@ class Distillation:
             points.append(CurvePoint(trained.num_answer_tokens, trained.report.acceptance))
         return [*points, CurvePoint(whole.num_answer_tokens, whole.report.acceptance)]
 
+    def _vocabulary(self, learned: Sequence[Record]) -> TrimmedVocabulary:
+        """The commonest ids; a moved head keeps its own, because the target has no rows that fit it."""
+        if self._given is not None and self.spec.is_moved:
+            return given_vocabulary(self._given.vocabulary, learned, self.spec.vocab_size)
+        return trim_vocabulary(learned, self.spec.vocab_size, self.recipe.max_ids)
+
     def _first_weights(self, ids: npt.NDArray[np.int32], learned: Sequence[Record]) -> HeadWeights:
-        if self.recipe.start_from is not None:
-            return continued_head(self._target, self.recipe.start_from, ids)
-        self._progress("making a head of the target's last layer", 0, 0)
-        return initial_head(self._target, self.spec, ids, learned)
+        given, made_for = self._given, self.recipe.made_for
+        if given is None:
+            self._progress("making a head of the target's last layer", 0, 0)
+            return initial_head(self._target, self.spec, ids, learned)
+        if made_for is not None:
+            self._progress("fitting the head to the target's features", 0, 0)
+            return moved_head(given, made_for, self._target, learned, self._machine.num_workers)
+        return read_head_weights(given) if self.spec.is_moved else continued_head(self._target, given, ids)
 
     def _answered(
         self, prompts: Sequence[Prompt], folder: ShardFolder, limits: AnswerLimits, context_length: int

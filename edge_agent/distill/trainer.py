@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edge_agent.distill.distillation_loss import agreement, loss_slopes
+from edge_agent.distill.distillation_loss import Projections, agreement, loss_slopes
 from edge_agent.distill.head_module import HeadBatch, HeadModule
 from edge_agent.distill.rounding import rounded_matrices
 from edge_agent.distill.shards import Record
@@ -66,17 +66,23 @@ class Trainer:
         self,
         head: HeadModule,
         embedding: TargetEmbedding,
+        target_projection: Tensor,
         records: Sequence[Record],
         plan: TrainingPlan,
         *,
         seed: int,
         device: torch.device,
     ) -> None:
-        """The head's projection isn't trained: it is the target's own, so that the head learns the target's states."""
+        """target_projection [V, T]: the target's rows of the head's ids.
+
+        The head's own aren't trained: they are a model's, so that the head learns such a model's states.
+        """
         self.head, self.plan = head.to(device), plan
         self._embedding, self._device = embedding, device
         head.lm_head.requires_grad_(False)
-        self._projection = head.lm_head.to(torch.bfloat16)
+        self._projections = Projections(
+            target_projection.to(device, torch.bfloat16), head.lm_head.detach().to(torch.bfloat16)
+        )
         self.held_out = [record for record in records if is_held_out(record, plan.held_out)]
         self._records = [record for record in records if not is_held_out(record, plan.held_out)]
         self._seed = seed
@@ -121,7 +127,7 @@ class Trainer:
         loss, accepted, reached = 0.0, np.zeros(REPORTED_DEPTH), np.zeros(REPORTED_DEPTH)
         for records in batches(self.held_out, self.plan.batch_positions, np.random.default_rng(0)):
             batch = to_batch(records, [False] * len(records), self._embedding, self._device)
-            found = agreement(*self._unroll(batch, REPORTED_DEPTH), batch.states, self._projection)
+            found = agreement(*self._unroll(batch, REPORTED_DEPTH), batch.states, self._projections)
             loss += found.loss
             accepted += found.accepted
             reached += found.reached
@@ -154,7 +160,7 @@ class Trainer:
     def _gradients(self, records: Sequence[Record], wholes: Sequence[bool]) -> tuple[Tensor, ...]:
         batch = to_batch(records, wholes, self._embedding, self._device)
         outputs, is_chained = self._unroll(batch, len(self.plan.depth_weights))
-        slopes = loss_slopes(outputs, is_chained, batch.states, self._projection, self.plan.depth_weights)
+        slopes = loss_slopes(outputs, is_chained, batch.states, self._projections, self.plan.depth_weights)
         return torch.autograd.grad(outputs, self._trained, slopes)
 
     def _unroll(self, batch: HeadBatch, depth: int) -> tuple[list[Tensor], list[Tensor]]:

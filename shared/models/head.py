@@ -7,14 +7,14 @@ target's id of each row of logits, ascending.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shared.errors import ModelFileError, TokenizerMismatchError, UnsupportedModelError
 from shared.models.blocks import DATA_FILE, ROTARY_COSINES, ROTARY_SINES, ExternalData, LayerWeights, RotaryTables
@@ -41,11 +41,16 @@ HEAD_PRECISION = Precision(4, 32, False)
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What a head takes over from its target: its identity, its sizes and its rotary tables."""
+    """Whose a head is, its sizes and its rotary tables.
+
+    feature_size: numbers in the target's hidden states and embeddings. hidden_size: in the head's own. A moved head was
+    first made for another model: its features are like that one's, and may have another size.
+    """
 
     target_name: str
     target_sha256: str
     tokenizer_fingerprint: str | None
+    feature_size: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -53,10 +58,11 @@ class HeadSpec:
     vocab_size: int
     rms_epsilon: float
     rotary: RotaryTables
+    is_moved: bool = False
 
     @staticmethod
     def of_target(directory: Path) -> HeadSpec:
-        """The spec of a head for the target built in `directory`.
+        """The spec of a head of the sizes of the target built in `directory`.
 
         Raises:
             ModelFileError: the directory is not whole.
@@ -69,6 +75,7 @@ class HeadSpec:
             target_name=manifest.source_name,
             target_sha256=manifest.source_sha256,
             tokenizer_fingerprint=manifest.tokenizer_fingerprint,
+            feature_size=architecture.hidden_size,
             hidden_size=architecture.hidden_size,
             num_heads=architecture.num_heads,
             num_kv_heads=architecture.num_kv_heads,
@@ -78,17 +85,40 @@ class HeadSpec:
             rotary=RotaryTables(graph.array(ROTARY_COSINES), graph.array(ROTARY_SINES)),
         )
 
+    @staticmethod
+    def of_head(head: HeadDirectory, target: Path) -> HeadSpec:
+        """The spec of a head of this one's sizes for the target built in `target`, whatever it was made for.
+
+        Raises:
+            ModelFileError, UnsupportedModelError: see `of_target`.
+            TokenizerMismatchError: the target counts in other tokens.
+        """
+        manifest, spec = head.manifest, HeadSpec.of_target(target)
+        manifest.require_tokens(spec.tokenizer_fingerprint, spec.target_name, head.path)
+        graph = StoredGraph(head.model_path)
+        return replace(
+            spec,
+            hidden_size=manifest.hidden_size,
+            num_heads=manifest.num_heads,
+            num_kv_heads=manifest.num_kv_heads,
+            head_size=manifest.head_size,
+            rms_epsilon=float(graph.attribute("output_norm", "epsilon")),
+            rotary=RotaryTables(graph.array(ROTARY_COSINES), graph.array(ROTARY_SINES)),
+            is_moved=manifest.is_moved or manifest.target_sha256 != spec.target_sha256,
+        )
+
 
 @dataclass(frozen=True)
 class HeadWeights:
     """A head's trained weights, float32; matrices [rows, columns], y = x @ W.T as in torch.nn.Linear, no biases.
 
-    H: the target's hidden size; Q: heads * head size; K: key heads * head size; F: the head's own width; V: ids kept.
+    T: the target's hidden size; H: the head's; Q: heads * head size; K: key heads * head size; F: the feed-forward's
+    width; V: ids kept.
     """
 
-    embedding_norm: FloatArray  # [H]
-    feature_norm: FloatArray  # [H]
-    fusion: FloatArray  # [H, 2 H], the embedding's columns first
+    embedding_norm: FloatArray  # [T]
+    feature_norm: FloatArray  # [T]
+    fusion: FloatArray  # [H, 2 T], the embedding's columns first
     attention_norm: FloatArray  # [H]
     query: FloatArray  # [Q, H]
     key: FloatArray  # [K, H]
@@ -101,16 +131,17 @@ class HeadWeights:
     output_norm: FloatArray  # [H]
     lm_head: FloatArray  # [V, H]
     vocabulary: npt.NDArray[np.int32]  # [V], ascending: the target's id of each row of lm_head
+    expansion: FloatArray | None = None  # [T, H], of a moved head: what it says of the next feature, as the target's
 
     @staticmethod
     def shapes(spec: HeadSpec, ffn_size: int, num_ids: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each array of a head for this target."""
+        """The shape of each array of a head of this spec."""
         hidden, queries = spec.hidden_size, spec.num_heads * spec.head_size
         keys = spec.num_kv_heads * spec.head_size
-        norms = ("embedding_norm", "feature_norm", "attention_norm", "ffn_norm", "output_norm")
         return {
-            **dict.fromkeys(norms, (hidden,)),
-            "fusion": (hidden, 2 * hidden),
+            **dict.fromkeys(("embedding_norm", "feature_norm"), (spec.feature_size,)),
+            **dict.fromkeys(("attention_norm", "ffn_norm", "output_norm"), (hidden,)),
+            "fusion": (hidden, 2 * spec.feature_size),
             "query": (queries, hidden),
             "key": (keys, hidden),
             "value": (keys, hidden),
@@ -120,18 +151,25 @@ class HeadWeights:
             "ffn_down": (hidden, ffn_size),
             "lm_head": (num_ids, hidden),
             "vocabulary": (num_ids,),
+            **({"expansion": (spec.feature_size, hidden)} if spec.is_moved else {}),
         }
 
     def check(self, spec: HeadSpec) -> None:
-        """Raises ValueError naming the array that doesn't fit the target."""
+        """Raises ValueError naming the array that doesn't fit the spec."""
         expected = self.shapes(spec, len(self.gate), len(self.vocabulary))
-        for name in (field.name for field in fields(self)):
-            found = getattr(self, name).shape
-            if found != expected[name]:
-                raise ValueError(f"{name} has shape {found} instead of {expected[name]}")
+        for name, array in self.arrays().items():
+            if array.shape != expected.get(name):
+                raise ValueError(f"{name} has shape {array.shape} instead of {expected.get(name, 'none')}")
+        if spec.is_moved and self.expansion is None:
+            raise ValueError("expansion is missing: a moved head needs it")
         ids = self.vocabulary
         if not len(ids) or ids[0] < 0 or ids[-1] >= spec.vocab_size or (np.diff(ids) <= 0).any():
             raise ValueError(f"vocabulary must be ascending ids under {spec.vocab_size}")
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """All that there are, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: array for name, array in found.items() if array is not None}
 
 
 class HeadManifest(BaseModel):
@@ -144,11 +182,13 @@ class HeadManifest(BaseModel):
     target_name: str
     target_sha256: str = Field(description="of the GGUF that the target was built from")
     tokenizer_fingerprint: str | None
-    hidden_size: int
+    feature_size: int = Field(description="numbers in the target's hidden states")
+    hidden_size: int = Field(description="numbers in the head's own")
     ffn_size: int
     num_heads: int
     num_kv_heads: int
     head_size: int
+    is_moved: bool = Field(False, description="whether it was first made for another model")
     num_ids: int = Field(description="size of the trimmed vocabulary")
     vocab_size: int
     context_length: int
@@ -164,22 +204,32 @@ class HeadManifest(BaseModel):
 
     def require_target(self, target: Manifest, path: Path) -> None:
         """Raises TokenizerMismatchError or UnsupportedModelError unless this head was trained for this target."""
-        if self.tokenizer_fingerprint != target.tokenizer_fingerprint:
-            raise TokenizerMismatchError(
-                f"the head in {path} counts in the tokens of {self.target_name}, which differ from those of "
-                f"{target.source_name}"
-            )
+        self.require_tokens(target.tokenizer_fingerprint, target.source_name, path)
         if self.target_sha256 != target.source_sha256:
             raise UnsupportedModelError(
                 f"the head in {path} was trained for {self.target_name} (GGUF {self.target_sha256[:12]}), the target "
                 f"was built from {target.source_file} ({target.source_sha256[:12]}): train one with "
                 "`edge-agent distill`, or set head to none"
             )
-        if self.hidden_size != target.architecture.hidden_size:
+        if self.feature_size != target.architecture.hidden_size:
             raise UnsupportedModelError(
-                f"the head in {path} takes hidden states of {self.hidden_size} numbers, the target's have "
+                f"the head in {path} takes hidden states of {self.feature_size} numbers, the target's have "
                 f"{target.architecture.hidden_size}"
             )
+
+    def require_tokens(self, fingerprint: str | None, target_name: str, path: Path) -> None:
+        """Raises TokenizerMismatchError unless this head counts in the tokens of this target."""
+        if self.tokenizer_fingerprint != fingerprint:
+            raise TokenizerMismatchError(
+                f"the head in {path} counts in the tokens of {self.target_name}, which differ from those of "
+                f"{target_name}"
+            )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_wide_as_its_target(cls, values: object) -> object:
+        """Heads of the first builds don't name their target's size: it is their own."""
+        return {"feature_size": values.get("hidden_size"), **values} if isinstance(values, dict) else values
 
 
 @dataclass(frozen=True)
@@ -221,11 +271,13 @@ def write_head(
             target_name=spec.target_name,
             target_sha256=spec.target_sha256,
             tokenizer_fingerprint=spec.tokenizer_fingerprint,
+            feature_size=spec.feature_size,
             hidden_size=spec.hidden_size,
             ffn_size=len(weights.gate),
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
+            is_moved=spec.is_moved,
             num_ids=len(weights.vocabulary),
             vocab_size=spec.vocab_size,
             context_length=len(spec.rotary.cosines),
@@ -283,6 +335,7 @@ def read_head_weights(head: HeadDirectory) -> HeadWeights:
         output_norm=vector("output_norm"),
         lm_head=graph.matrix("lm_head"),
         vocabulary=head.vocabulary,
+        expansion=graph.matrix("expansion") if manifest.is_moved else None,
     )
 
 
@@ -347,4 +400,5 @@ def _graph(
             ffn_down=matrix(weights.ffn_down),
         )
     )
-    return graph.finish(vector(weights.output_norm), matrix(weights.lm_head))
+    expansion = None if weights.expansion is None else matrix(weights.expansion)
+    return graph.finish(vector(weights.output_norm), matrix(weights.lm_head), expansion)

@@ -4,11 +4,12 @@
     x = x + Attention(RMSNorm(x));  x = x + SwiGLU(RMSNorm(x))
     logits of token i + 2 = lm_head(RMSNorm(x)), over a trimmed vocabulary
 
-Feature i is the target's hidden state after the last norm, or x itself where the head drafts on.
+Feature i is the target's hidden state after the last norm, or, where the head drafts on, x itself; of a moved head,
+expansion(x).
 
-Inputs: embeddings and features float32 [B, S, hidden]; attention_mask, past_key_values.0.* and logits_from as in a
-decoder's graph. Outputs: logits float32 [B, S - logits_from, trimmed vocabulary]; features_out float32 [B, S, hidden],
-the x of each position; present.0.*.
+Inputs: embeddings and features float32 [B, S, target's hidden size]; attention_mask, past_key_values.0.* and
+logits_from as in a decoder's graph. Outputs: logits float32 [B, S - logits_from, trimmed vocabulary]; features_out
+float32 [B, S, target's hidden size], what stands for each position's feature; present.0.*.
 """
 
 from __future__ import annotations
@@ -34,12 +35,21 @@ class HeadGraph(GraphBlocks):
         ]
         self._residual = self._product("fusion", self._node("Concat", normed, "fused", axis=-1), fusion)
 
-    def finish(self, output_norm: FloatArray, lm_head: QuantisedMatrix) -> onnx.ModelProto:
-        """The last norm, the projection onto the trimmed vocabulary, and the whole model."""
-        normed = self._norm("output_norm", output_norm, summed="features_out")
+    def finish(
+        self, output_norm: FloatArray, lm_head: QuantisedMatrix, expansion: QuantisedMatrix | None
+    ) -> onnx.ModelProto:
+        """The last norm, the projection onto the trimmed vocabulary, and the whole model.
+
+        expansion: of a moved head, to the target's hidden size.
+        """
+        own = "features_out" if expansion is None else "own_features"
+        normed = self._norm("output_norm", output_norm, summed=own)
+        if expansion is not None:
+            self._product("expansion", own, expansion, output="features_out")
         self._product("lm_head", self._wanted(normed), lm_head, output="logits")
         value: Callable[..., onnx.ValueInfoProto] = helper.make_tensor_value_info
-        sequence = ["batch_size", "sequence_length", len(output_norm)]
+        feature_size = len(output_norm) if expansion is None else expansion.rows
+        sequence = ["batch_size", "sequence_length", feature_size]
         inputs = [value(name, TensorProto.FLOAT, sequence) for name in ("embeddings", "features")]
         logits = value("logits", TensorProto.FLOAT, ["batch_size", "logits_length", lm_head.rows])
         return self._model("head", inputs, [logits, value("features_out", TensorProto.FLOAT, sequence)])
