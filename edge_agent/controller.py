@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from edge_agent.decision import Decision, Mode, Reason
 from edge_agent.drafters.base import Appraiser, Unpriced
@@ -13,8 +12,7 @@ from edge_agent.round import Round
 from shared.acceptance import Draft
 
 
-@dataclass(frozen=True)
-class RoundState:
+class RoundState(NamedTuple):
     """Where a request stands before a round. Counts in tokens."""
 
     request: GenerationRequest

@@ -7,22 +7,18 @@ idle, and what the loop costs is hidden behind the model.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from edge_agent.request import GenerationRequest
 from edge_agent.verifier import LocalVerifier
-from shared.acceptance import Draft, Verdict, judge
+from shared.acceptance import NO_DRAFT, Draft, Verdict, judge
 from shared.causal_lm import CausalLM
-from shared.inference_thread import InferenceThread
+from shared.inference_thread import InferenceThread, Job
 from shared.sampling import Sampler
 
-P = ParamSpec("P")
 R = TypeVar("R")
-
-NO_DRAFT = Draft()
 
 
 class LookAheadVerifier(LocalVerifier):
@@ -32,7 +28,7 @@ class LookAheadVerifier(LocalVerifier):
         super().__init__(lm, thread, request.num_top_logprobs)
         self._stop_ids = request.stop_ids
         self._longest = min(len(request.prompt) + request.max_tokens, lm.context_length)
-        self._ahead: asyncio.Task[Verdict | None] | None = None
+        self._ahead: Job[Verdict | None] | None = None
         self._follows: tuple[int, int] | None = None
         """What the pass ahead goes on from: the length of the sequence, its last token."""
         # The thread's own: what the latest pass drew, and the sampler after it.
@@ -43,11 +39,12 @@ class LookAheadVerifier(LocalVerifier):
         """See `Verifier.verify`. The pass ahead serves the round it was made for; any other begins anew."""
         verdict = None
         if self._ahead is not None and not draft.tokens and (len(tokens), tokens[-1]) == self._follows:
-            verdict = await self._with_next(self._ahead)
+            verdict = await self._with_next(self._ahead, self._thread.has_waiting(besides=self._ahead))
         if verdict is None:
             await self._drop()
             await self._feed_prompt(tokens)
-            verdict = await self._with_next(self._submit(self._judge, tokens, draft, sampler))
+            others_wait = self._thread.has_waiting()
+            verdict = await self._with_next(self._thread.submit(self._judge, tokens, draft, sampler), others_wait)
         self._follows = len(tokens) + verdict.accepted + 1, verdict.next_token
         return verdict
 
@@ -56,23 +53,16 @@ class LookAheadVerifier(LocalVerifier):
         await self._drop()
         await super().release(tokens)
 
-    async def _with_next(self, current: asyncio.Task[R]) -> R:
+    async def _with_next(self, current: Job[R], others_wait: bool) -> R:
         """The outcome of a pass, with the next one submitted behind it; where others wait, it is their turn."""
-        self._ahead = None if self._thread.has_waiting else self._submit(self._judge_ahead)
-        return await current
+        self._ahead = None if others_wait else self._thread.submit(self._judge_ahead)
+        return await current.result()
 
     async def _drop(self) -> None:
         """Take back the pass ahead, or wait for its end."""
-        ahead = self._ahead
-        if ahead is not None:
-            ahead.cancel()
-            await asyncio.wait([ahead])
+        if self._ahead is not None:
+            await self._ahead.drop()
             self._ahead = None
-            if not ahead.cancelled():
-                ahead.exception()  # Nobody wants to know any more; asking marks it as seen.
-
-    def _submit(self, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[R]:
-        return asyncio.create_task(self._thread.run(job, *args, **kwargs))
 
     def _judge(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
         self._drawn = None

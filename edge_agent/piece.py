@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from edge_agent.round import FinishReason, Origin, Round, TokenEvent
 from shared.acceptance import TokenLogprobs
 
 
-@dataclass(frozen=True)
-class LoggedToken:
+class LoggedToken(NamedTuple):
     """A token of the answer with its log probability."""
 
     token: int
     logprobs: TokenLogprobs
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What one round adds to the answer.
 
     tokens: those that count; after a stop string none do, though the round may have committed more. logprobs: of the

@@ -322,11 +322,11 @@ def _local_reason(inputs: PolicyInputs, thresholds: Thresholds, pressure: Pressu
 def _speculate(inputs: PolicyInputs, thresholds: Thresholds) -> tuple[int, Reason]:
     """(gamma, why) with the device at ease."""
     wishes, drafting = inputs.wishes, inputs.drafting
-    limit = _gamma_limit(inputs, thresholds)
     if wishes.speculation is Speculation.OFF or wishes.max_gamma == 0:
         return 0, Reason.REQUESTED
     if inputs.context_left < 2:
         return 0, Reason.CONTEXT_FULL
+    limit = _gamma_limit(inputs, thresholds)
     if wishes.speculation is Speculation.ON:
         return min(max(drafting.gamma, 1), limit), Reason.REQUESTED
     if inputs.num_left < 2 or limit == 0:

@@ -261,7 +261,10 @@ class PolicyController:
         clean = self._is_clean_sample(round)
         positions = len(round.draft) + 1
         if round.decision.mode.on_device:
-            self._advisor.observe(self._outcome(round, clean), engine.thresholds.probe_share)
+            if self._wishes.speculation is Speculation.OFF:
+                engine.ledger.accrue(self._verify_cost(round, clean) * engine.thresholds.probe_share)
+            else:
+                self._advisor.observe(self._outcome(round, clean), engine.thresholds.probe_share)
             engine.speedup = self._advisor.speedup
             if clean:
                 engine.costs.observe_verify(positions, round.verify_s)
@@ -354,12 +357,17 @@ class PolicyController:
         return round.number > 0 and self._load.running <= 1 and self._last is not None and self._last.mode.on_device
 
     def _outcome(self, round: Round, clean: bool) -> Outcome:
-        """What the round cost in direct rounds: measured where that is sound, within bounds of what was expected."""
+        """What the round cost in direct rounds."""
+        verify_cost = self._verify_cost(round, clean)
+        draft_costs, catch_up_costs = self._learn_drafts(round.draft_s)
+        return Outcome(round.draft, round.accepted, verify_cost, draft_costs, catch_up_costs)
+
+    def _verify_cost(self, round: Round, clean: bool) -> float:
+        """In direct rounds: measured where that is sound, within bounds of what was expected."""
         costs = self._engine.costs
         expected = costs.at(len(round.draft) + 1)
-        verify = min(max(round.verify_s, 0.7 * expected), 1.5 * expected) if clean else expected
-        draft_costs, catch_up_costs = self._learn_drafts(round.draft_s)
-        return Outcome(round.draft, round.accepted, verify / costs.direct, draft_costs, catch_up_costs)
+        verify_s = min(max(round.verify_s, 0.7 * expected), 1.5 * expected) if clean else expected
+        return verify_s / costs.direct
 
     def _learn_drafts(self, draft_s: float) -> tuple[dict[str, float], dict[str, float]]:
         """What the drafters that were asked cost, and what catching up cost, in direct rounds, by drafter.

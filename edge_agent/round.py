@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from edge_agent.decision import Decision
 from shared.acceptance import Draft, TokenLogprobs
@@ -24,8 +24,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A committed token. position: its index in the sequence, the prompt included."""
 
     position: int
@@ -34,8 +33,7 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """A finished round. Times in seconds by a monotonic clock.
 
     tokens: what the answer gained; a stop id ends the answer and is not among them. accepted: how many draft tokens the

@@ -13,7 +13,7 @@ from edge_agent.drafters import Drafter
 from edge_agent.request import GenerationRequest
 from edge_agent.round import FinishReason, Origin, Round, TokenEvent
 from edge_agent.verifier import Verifier
-from shared.acceptance import Draft, Verdict
+from shared.acceptance import NO_DRAFT, Draft, Verdict
 from shared.errors import CloudError
 from shared.sampling import Sampler
 
@@ -42,6 +42,7 @@ class Session:
         self._verifiers = verifiers
         self._look_ahead = look_ahead
         self._context_length = context_length
+        self._longest = min(len(request.prompt) + request.max_tokens, context_length)
         self._clock = clock
         self._tokens = list(request.prompt)
         self._sampler = Sampler(
@@ -71,12 +72,12 @@ class Session:
                 if previous not in (None, verifier):
                     await previous.release(self._tokens)
                 try:
-                    round = await self._round(decision, verifier)
+                    round = await self._round(state, decision, verifier)
                 except CloudError:
                     decision = self.controller.cloud_failed(state)
                     await verifier.release(self._tokens)
                     verifier = self._verifier(decision)
-                    round = await self._round(decision, verifier)
+                    round = await self._round(state, decision, verifier)
                 self.controller.observe(state, round)
                 finished = round.finish_reason is not None
                 yield round
@@ -94,16 +95,16 @@ class Session:
             return self._look_ahead
         return self._verifiers[decision.mode]
 
-    async def _round(self, decision: Decision, verifier: Verifier) -> Round:
+    async def _round(self, state: RoundState, decision: Decision, verifier: Verifier) -> Round:
         started = self._clock()
-        draft = await self._draft(decision)
+        draft = await self._draft(state, decision) if decision.gamma else NO_DRAFT
         drafted = self._clock()
         verdict = await verifier.verify(self._tokens, draft, self._sampler)
         verified = self._clock()
         events, finish_reason = self._commit(draft, verdict, verifier.origin)
         self._num_rounds += 1
         return Round(
-            number=self._num_rounds - 1,
+            number=state.round,
             decision=decision,
             draft=draft,
             accepted=verdict.accepted,
@@ -114,12 +115,11 @@ class Session:
             finish_reason=finish_reason,
         )
 
-    async def _draft(self, decision: Decision) -> Draft:
+    async def _draft(self, state: RoundState, decision: Decision) -> Draft:
         # The last token of an answer needs no draft after it, and a draft past the context couldn't be checked.
-        state = self._state()
         gamma = min(decision.gamma, state.num_left - 1, state.context_left - 1)
         if gamma <= 0:
-            return Draft()
+            return NO_DRAFT
         drafter = self._cloud_drafter if decision.mode is Mode.CLOUD_VERIFY else self._drafter
         draft = await drafter.propose(self._tokens, gamma, self._sampler)
         return _head(draft, self.controller.trim(state, draft))
@@ -137,8 +137,7 @@ class Session:
             events.append(TokenEvent(len(self._tokens), token, token_origin, logprobs))
             self._tokens.append(token)
             self._sampler.append(token)
-            state = self._state()
-            if state.num_left <= 0 or state.context_left <= 0:
+            if len(self._tokens) >= self._longest:
                 return tuple(events), FinishReason.LENGTH
         return tuple(events), None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,9 @@ class Draft:
         return len(self.tokens)
 
 
+NO_DRAFT = Draft()
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Log probability of an emitted token and of the likeliest ids in its place, by the target."""
@@ -49,8 +53,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the target says of a draft: the first `accepted` tokens stand, then comes `next_token`.
 
     pass_s: seconds of the target's pass, where that began before it was asked for.

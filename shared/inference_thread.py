@@ -24,10 +24,10 @@ R = TypeVar("R")
 
 
 class InferenceThread:
-    """Owns the thread; `run` is the only way onto it."""
+    """Owns the thread; `run` and `submit` are the only ways onto it."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
         self._stopped = False
         self._entrance = threading.Lock()
         """Nothing enters the queue behind what ends the thread."""
@@ -35,30 +35,25 @@ class InferenceThread:
         self._thread.start()
 
     async def run(self, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a job on the thread and wait for it.
+        """Run a job on the thread and wait for it; see `submit` and `Job.result`."""
+        return await self.submit(job, *args, **kwargs).result()
 
-        A caller that is cancelled while its job waits takes the job with it. One that is cancelled while its job runs
-        still waits for it to end: a model can't be left to a job nobody watches.
+    def submit(self, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Job[R]:
+        """Put a job at the end of the queue. Whoever does so waits for its `result` or drops it.
 
         Raises:
             EngineStoppedError: the thread has ended.
         """
-        submitted = _Job(partial(job, *args, **kwargs))
+        submitted = Job(partial(job, *args, **kwargs))
         with self._entrance:
             if self._stopped:
                 raise _stopped()
             self._jobs.put(submitted)
-        try:
-            return await submitted.outcome
-        except asyncio.CancelledError:
-            if not submitted.claim():
-                await submitted.wait_for_end()
-            raise
+        return submitted
 
-    @property
-    def has_waiting(self) -> bool:
-        """Whether a job waits for the thread."""
-        return not self._jobs.empty()
+    def has_waiting(self, besides: Job[Any] | None = None) -> bool:
+        """Whether a job waits for the thread. besides: one that doesn't count."""
+        return self._jobs.qsize() > (besides is not None and besides.waits)
 
     async def responds(self, timeout_s: float) -> bool:
         """Whether a job gets through in time: the sign of life behind `/ready`."""
@@ -94,7 +89,7 @@ class InferenceThread:
         return True
 
 
-class _Job(Generic[R]):
+class Job(Generic[R]):
     """Work and the event loop that waits for it. Made on the loop's thread."""
 
     def __init__(self, work: Callable[[], R]) -> None:
@@ -102,7 +97,32 @@ class _Job(Generic[R]):
         self._loop = asyncio.get_running_loop()
         self._claimed = threading.Lock()
         self._ended = False
-        self.outcome: asyncio.Future[R] = self._loop.create_future()
+        self._outcome: asyncio.Future[R] = self._loop.create_future()
+
+    async def result(self) -> R:
+        """What comes of it.
+
+        A caller that is cancelled while the job waits takes it back. One that is cancelled while it runs still waits
+        for it to end: a model can't be left to a job nobody watches.
+        """
+        try:
+            return await self._outcome
+        except asyncio.CancelledError:
+            await self.drop()
+            raise
+
+    async def drop(self) -> None:
+        """Take it back, or wait for its end. What comes of it is nobody's now."""
+        if not self.claim() and not self._ended:
+            self._outcome = self._loop.create_future()  # The one before may be cancelled, with its caller.
+            await asyncio.wait([self._outcome])
+        if self._outcome.done() and not self._outcome.cancelled():
+            self._outcome.exception()  # Asking marks it as seen.
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has neither begun nor been dropped."""
+        return not self._claimed.locked()
 
     def claim(self) -> bool:
         """Whether the job is the caller's, to run or to drop. Only the first one gets it."""
@@ -122,21 +142,14 @@ class _Job(Generic[R]):
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._settle, result, error)
 
-    async def wait_for_end(self) -> None:
-        """For a caller that was cancelled, and `outcome` with it. What comes of the work is nobody's now."""
-        if not self._ended:
-            self.outcome = self._loop.create_future()
-            await asyncio.wait([self.outcome])
-            self.outcome.exception()
-
     def _settle(self, result: Any, error: BaseException | None) -> None:
         self._ended = True
-        if self.outcome.done():
+        if self._outcome.done():
             return
         if error is None:
-            self.outcome.set_result(result)
+            self._outcome.set_result(result)
         else:
-            self.outcome.set_exception(error)
+            self._outcome.set_exception(error)
 
 
 def _stopped() -> EngineStoppedError:

@@ -88,13 +88,47 @@ def test_the_next_pass_begins_before_it_is_asked_for_unless_others_wait() -> Non
             waiting = asyncio.create_task(thread.run(lambda: None))
             for _ in range(3):  # Each has been submitted, and one of them waits.
                 await asyncio.sleep(0)
-            assert thread.has_waiting
+            assert thread.has_waiting()
             await next_token()
             opened.set()
             await asyncio.gather(running, waiting)
             await thread.run(lambda: None)
             assert lm.tokens == tokens[:-1], "it was the others' turn"
             await next_token()
+            await verifier.release(tokens)
+
+    asyncio.run(run())
+
+
+def test_a_pass_ahead_that_has_not_begun_is_nobody_elses() -> None:
+    async def run() -> None:
+        async with inference() as thread:
+            lm = TableLM(16, seed=5)
+            request = GenerationRequest(PROMPT, 60, SamplingParams(temperature=0))
+            verifier, sampler, tokens = LookAheadVerifier(lm, thread, request), Sampler(request.sampling), [*PROMPT]
+
+            async def next_token() -> None:
+                tokens.append((await verifier.verify(tokens, Draft(), sampler)).next_token)
+                sampler.append(tokens[-1])
+
+            await next_token()
+            await thread.run(lambda: None)
+            entered, opened = threading.Event(), threading.Event()
+
+            def occupy() -> None:
+                entered.set()
+                opened.wait(60)
+
+            running = asyncio.create_task(thread.run(occupy))
+            assert await asyncio.to_thread(entered.wait, 60)
+            await next_token()
+            assert thread.has_waiting(), "the pass ahead, behind a job that runs"
+            following = asyncio.create_task(next_token())
+            await asyncio.sleep(0)
+            opened.set()
+            await asyncio.gather(running, following)
+            await thread.run(lambda: None)
+            assert lm.tokens == tokens, "the token that was drawn has been fed"
             await verifier.release(tokens)
 
     asyncio.run(run())

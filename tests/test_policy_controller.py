@@ -244,7 +244,7 @@ def test_what_drafting_for_the_cloud_costs_is_learnt_there() -> None:
         decision = controller.decide(state(request, number))
         draft = Draft((7,) * 4, "model", confidences=(0.9,) * 4)
         assert controller.gain(draft) > controller.promise("model")
-        controller.observe(state(request, number), replace(a_round(decision, number, 0.05, draft), draft_s=0.08))
+        controller.observe(state(request, number), a_round(decision, number, 0.05, draft)._replace(draft_s=0.08))
     assert engine.costs.draft_cost("model") == pytest.approx(0.02)
 
 
