@@ -40,18 +40,19 @@ class SlotPool(Generic[LM]):
         return sum(len(lm.tokens) for lm in (*self._free, *self._taken))
 
     def acquire(self, tokens: Sequence[int]) -> LM:
-        """The free slot with the longest common prefix, or a new one while there is room, else the least recently used.
+        """The free slot with the longest common prefix that is worth taking, or a new one while there is room, else the
+        least recently used.
 
         It comes truncated to what it shares with `tokens`.
 
         Raises:
             LookupError: every slot is taken; admission has to keep requests within `max_slots`.
         """
-        shared = [common_prefix_length(lm.tokens, tokens) for lm in self._free]
-        best = max(range(len(shared)), key=shared.__getitem__, default=None)
         has_room = len(self._free) + len(self._taken) < self._max_slots
-        if best is not None and _worth_keeping(shared[best], len(self._free[best].tokens), has_room):
-            lm = self._free.pop(best)
+        shared = {index: common_prefix_length(lm.tokens, tokens) for index, lm in enumerate(self._free)}
+        worthy = [index for index in shared if _worth_keeping(shared[index], len(self._free[index].tokens), has_room)]
+        if worthy:
+            lm = self._free.pop(max(worthy, key=shared.__getitem__))
         elif has_room:
             lm = self._new_cache()
         elif self._free:
