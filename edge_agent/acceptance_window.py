@@ -193,14 +193,14 @@ class AcceptanceWindow:
     def asked(self, drafter: str, gain: float) -> None:
         """A drafter was asked, and its draft was worth `gain` direct rounds, its cost paid."""
         self._stats.asked(drafter, gain)
-        self._prior.asked(drafter, gain)
+        self._prior.stats.asked(drafter, gain)
 
     def promise(self, drafter: str, unseen: float = 0.0) -> float:
         """What asking this drafter is expected to gain, by this request and by all before it.
 
         unseen: what to assume while neither has shown much.
         """
-        return self._stats.promise(drafter, self._prior.promise(drafter, unseen))
+        return self._stats.promise(drafter, self._prior.stats.promise(drafter, unseen))
 
     def typical_rates(self, drafter: str, gamma: int, expected: float) -> list[float]:
         """The same before a draft is there: by position, over all confidences. expected: the drafter's prior rate."""

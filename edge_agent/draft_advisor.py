@@ -192,7 +192,7 @@ class DraftAdvisor:
         for draft, choice in self._appraised:
             cost = self._drafters[draft.drafter]
             if cost >= FREE_DRAFT:
-                self.window.asked(draft.drafter, choice.gain - len(draft) * cost)
+                self.window.asked(draft.drafter, choice.gain - len(draft.tokens) * cost)
         self._appraised.clear()
         for name, spent in round.draft_costs.items():
             self._accounts[name].settle(-spent)

@@ -259,7 +259,7 @@ class PolicyController:
         joules = engine.energy.end(self)
         self._spend(state, round, joules)
         clean = self._is_clean_sample(round)
-        positions = len(round.draft) + 1
+        positions = len(round.draft.tokens) + 1
         if round.decision.mode.on_device:
             if self._wishes.speculation is Speculation.OFF:
                 engine.ledger.accrue(self._verify_cost(round, clean) * engine.thresholds.probe_share)
@@ -365,7 +365,7 @@ class PolicyController:
     def _verify_cost(self, round: Round, clean: bool) -> float:
         """In direct rounds: measured where that is sound, within bounds of what was expected."""
         costs = self._engine.costs
-        expected = costs.at(len(round.draft) + 1)
+        expected = costs.at(len(round.draft.tokens) + 1)
         verify_s = min(max(round.verify_s, 0.7 * expected), 1.5 * expected) if clean else expected
         return verify_s / costs.direct
 
@@ -379,13 +379,14 @@ class PolicyController:
         catch_up_costs: dict[str, float] = {}
         asked = [draft for draft in self._proposed if not self._advisor.is_free(draft.drafter)]
         for draft in asked or self._proposed[:1]:
-            name, spent = draft.drafter, len(draft) * costs.draft_cost(draft.drafter)
+            name, length = draft.drafter, len(draft.tokens)
+            spent = length * costs.draft_cost(name)
             catch_up = self._catch_up(name)
             if catch_up > 0.0:
                 catch_up_costs[name] = catch_up
             elif len(asked) <= 1 and self._load.running <= 1:
                 spent = draft_s
-                costs.observe_draft(name, len(draft), spent)
+                costs.observe_draft(name, length, spent)
             draft_costs[name] = spent / costs.direct
             self._taken_in[name] = self._position
         return draft_costs, catch_up_costs
