@@ -33,6 +33,7 @@ class DecoderShape:
     vocab: int = len(BYTE_CHARACTERS) + 4
     tied: bool = True
     rope_factors: bool = False
+    context: int = 256
 
     @property
     def has_bias(self) -> bool:
@@ -66,7 +67,7 @@ def write_random_decoder(
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"random {shape.architecture}")
-    writer.add_context_length(256)
+    writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.num_layers)
     writer.add_feed_forward_length(shape.ffn)

@@ -183,6 +183,23 @@ _answer(Path({str(target)!r}), shards.ShardFolder(Path({str(tmp_path)!r})), _pro
     assert sorted(record.prompt_index for record in folder.records()) == list(range(40))
 
 
+def test_a_run_that_is_told_to_stop_keeps_what_it_has(tmp_path: Path) -> None:
+    """Conversations in flight, too, as far as they went."""
+    _built(tmp_path, "qwen2", context=2048)  # a byte is a token here
+    command = [sys.executable, "-m", "edge_agent", "distill", f"file:{tmp_path / 't.gguf'}"]
+    command += ["--output", str(tmp_path / "head")]
+    command += ["--folder", str(tmp_path / "work"), "--cache-dir", str(tmp_path / "cache"), "--threads", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        assert any("the target answers" in line for line in run.stderr), "it ended before it answered"
+        run.send_signal(signal.SIGTERM)
+        said = run.stderr.read()
+    assert run.returncode not in (0, -signal.SIGTERM), said
+    assert "Traceback" not in said
+    kept = list(ShardFolder(tmp_path / "work" / "answers").records())
+    assert sum(record.num_answer_tokens for record in kept) > 0
+
+
 def test_an_answer_that_repeats_itself_is_cut() -> None:
     phrase = list(range(40))
     assert is_stuck([*phrase, *phrase])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,8 +61,8 @@ def distill(
 ) -> None:
     """Train a draft head for a target. Needs the extra [train]; uses a GPU when there is one.
 
-    Every stage goes on where Ctrl-C or a crash stopped it: call the same command again. The defaults take hours on a
-    CPU.
+    Every stage goes on where Ctrl-C, `kill` or a crash stopped it: call the same command again. The defaults take hours
+    on a CPU.
     """
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("distill needs PyTorch: pip install 'souschef-edge[train]'")
@@ -78,6 +79,8 @@ def distill(
 
     if made_for is not None and start_from is None:
         raise ConfigError("--made-for says whose head --start-from is: give --start-from, a head's directory, too")
+    # Who stops the job keeps what was answered, whether by Ctrl-C or by `kill`.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if curve is not None:
         check_plot_path(curve)
     own = own_pools(texts, seed) if texts is not None else None

@@ -135,20 +135,20 @@ class TorchTarget:
     """The target's weights. Its caches may be used by several threads, each by one."""
 
     def __init__(self, directory: Path, context_length: int, num_rows: int, device: torch.device) -> None:
-        """Load a built model's directory, for passes over about `num_rows` tokens.
+        """Load a built model's directory, for passes over about `num_rows` tokens; no longer than its own context.
 
         Raises:
             ModelFileError, UnsupportedModelError: see `TargetWeights`.
         """
         weights = TargetWeights(directory, device, torch.bfloat16)
         a = self._a = weights.architecture
-        self.context_length = context_length
         self._weights = weights
         self._embedding = TargetEmbedding(directory)
         self._layers = [weights.layer(number, num_rows) for number in range(a.num_layers)]
         self._output_norm = weights.vector("output_norm.weight")
         self._lm_head = weights.lm_head()
         self._cosines, self._sines = weights.vector(ROTARY_COSINES), weights.vector(ROTARY_SINES)
+        self.context_length = min(context_length, len(self._cosines))
 
     def new_cache(self, num_rows: int) -> KeyValueCache:
         """Room for so many sequences."""
