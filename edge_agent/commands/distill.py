@@ -30,14 +30,17 @@ def distill(
     max_ids: Annotated[int, typer.Option(min=64, help="most ids that the head can propose")] = 16_384,
     epochs: Annotated[int, typer.Option(min=1, help="times that training sees every answer")] = 3,
     rate: Annotated[float, typer.Option(min=1e-6, max=1.0, help="highest learning rate")] = 3e-4,
+    batch: Annotated[
+        int, typer.Option(min=64, help="positions of a batch: with fewer, training takes more steps")
+    ] = 3072,
     start_from: Annotated[
         Path | None, typer.Option(help="a head to train further, of this target or of --made-for", metavar="HEAD")
     ] = None,
     made_for: Annotated[
         str | None,
         typer.Option(
-            help="the model that the head of --start-from was made for, with the same tokens as this target: the head "
-            "is fitted to this target's hidden states and keeps its own size and ids",
+            help="the model that the head of --start-from was first made for, with the same tokens as this target: the "
+            "head is fitted to this target's hidden states, keeps its own size, and gets ids to its own",
             metavar="MODEL",
         ),
     ] = None,
@@ -86,7 +89,7 @@ def distill(
     own = own_pools(texts, seed) if texts is not None else None
     cache, console = ModelCache(cache_dir), Console()
     num_threads = threads or usable_cpus()
-    plan = TrainingPlan(epochs=epochs, peak_rate=rate)
+    plan = TrainingPlan(epochs=epochs, peak_rate=rate, batch_positions=batch)
     recipe = Recipe(num_answer_tokens=answer_tokens, max_ids=max_ids, seed=seed, plan=plan, start_from=start_from)
     with RichProgress() as progress:
         path = pull(target, cache, progress=progress)

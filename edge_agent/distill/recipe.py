@@ -26,7 +26,7 @@ from edge_agent.distill.shipped_text import TextRoots, shipped_pools
 from edge_agent.distill.torch_target import TorchTarget
 from edge_agent.distill.trainer import Report, Trainer, TrainingPlan
 from edge_agent.distill.training_data import is_held_out
-from edge_agent.distill.trimmed_vocabulary import TrimmedVocabulary, given_vocabulary, trim_vocabulary
+from edge_agent.distill.trimmed_vocabulary import TrimmedVocabulary, extended_vocabulary, trim_vocabulary
 from shared.errors import ConfigError
 from shared.models.cache import write_atomically
 from shared.models.head import HeadManifest, HeadSpec, HeadWeights, open_head, read_head_weights, write_head
@@ -58,7 +58,7 @@ class Recipe:
     start_from: Path | None = None
     """A head's directory to train further; by default a head is made of the target's last layer."""
     made_for: Path | None = None
-    """The built model that `start_from` was trained for, where that isn't the target."""
+    """The built model that `start_from` was first made for, where that isn't the target."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,11 @@ class Distillation:
             UnsupportedModelError: another maker built the target, or the head to start from is another model's.
             TokenizerMismatchError: the head to start from counts in other tokens.
         """
-        start_from = recipe.start_from
-        self._given = None if start_from is None else open_head(start_from, target=recipe.made_for or target)
+        self._given = None if recipe.start_from is None else open_head(recipe.start_from)
         self.spec = HeadSpec.of_target(target) if self._given is None else HeadSpec.of_head(self._given, target)
+        self._is_foreign = self._given is not None and self._given.manifest.target_sha256 != self.spec.target_sha256
+        if self._given is not None:
+            open_head(self._given.path, target=recipe.made_for if self._is_foreign and recipe.made_for else target)
         self.recipe = recipe
         self._target, self._folder, self._machine, self._progress = target, folder, machine, progress
 
@@ -192,20 +194,29 @@ class Distillation:
         return [*points, CurvePoint(whole.num_answer_tokens, whole.report.acceptance)]
 
     def _vocabulary(self, learned: Sequence[Record]) -> TrimmedVocabulary:
-        """The commonest ids; a moved head keeps its own, because the target has no rows that fit it."""
-        if self._given is not None and self.spec.is_moved:
-            return given_vocabulary(self._given.vocabulary, learned, self.spec.vocab_size)
-        return trim_vocabulary(learned, self.spec.vocab_size, self.recipe.max_ids)
+        """The commonest ids; a moved head keeps those it has, and gets others if the model is there whose rows fit."""
+        vocab_size, max_ids = self.spec.vocab_size, self.recipe.max_ids
+        if self._given is None or not self.spec.is_moved:
+            return trim_vocabulary(learned, vocab_size, max_ids)
+        return extended_vocabulary(
+            self._given.vocabulary, learned, vocab_size, 0 if self.recipe.made_for is None else max_ids
+        )
 
     def _first_weights(self, ids: npt.NDArray[np.int32], learned: Sequence[Record]) -> HeadWeights:
         given, made_for = self._given, self.recipe.made_for
         if given is None:
             self._progress("making a head of the target's last layer", 0, 0)
             return initial_head(self._target, self.spec, ids, learned)
-        if made_for is not None:
+        if not self.spec.is_moved:
+            return continued_head(self._target, given, ids)
+        if self._is_foreign and made_for is not None:
             self._progress("fitting the head to the target's features", 0, 0)
-            return moved_head(given, made_for, self._target, learned, self._machine.num_workers)
-        return read_head_weights(given) if self.spec.is_moved else continued_head(self._target, given, ids)
+            weights = moved_head(given, made_for, self._target, learned, self._machine.num_workers)
+        else:
+            weights = read_head_weights(given)
+        if made_for is None:
+            return weights
+        return replace(weights, lm_head=projection_rows(made_for, ids).numpy(), vocabulary=ids)
 
     def _answered(
         self, prompts: Sequence[Prompt], folder: ShardFolder, limits: AnswerLimits, context_length: int

@@ -24,15 +24,19 @@ def trim_vocabulary(records: Iterable[Record], vocab_size: int, max_ids: int) ->
 
     A byte-pair vocabulary gives its lowest ids to what is commonest in text.
     """
+    return extended_vocabulary(np.zeros(0, np.int32), records, vocab_size, max_ids)
+
+
+def extended_vocabulary(
+    ids: npt.NDArray[np.int32], records: Iterable[Record], vocab_size: int, max_ids: int
+) -> TrimmedVocabulary:
+    """These ids, and as many others as there is room for, chosen as in `trim_vocabulary`."""
     answers, prompts = _counted(records, vocab_size)
-    ids = np.sort(np.lexsort((-prompts, -answers))[:max_ids]).astype(np.int32)
-    return TrimmedVocabulary(ids, _coverage(ids, answers))
-
-
-def given_vocabulary(ids: npt.NDArray[np.int32], records: Iterable[Record], vocab_size: int) -> TrimmedVocabulary:
-    """These ids, and the part of the answers that they are."""
-    answers, _ = _counted(records, vocab_size)
-    return TrimmedVocabulary(ids, _coverage(ids, answers))
+    is_given = np.zeros(vocab_size, bool)
+    is_given[ids] = True
+    ranked = np.lexsort((-prompts, -answers, ~is_given))
+    chosen = np.sort(ranked[: max(max_ids, len(ids))]).astype(np.int32)
+    return TrimmedVocabulary(chosen, _coverage(chosen, answers))
 
 
 def _counted(records: Iterable[Record], vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
