@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.client import Timing, chat
 from benchmarks.servers import ServerProcess, Usage, edge_agent, library_server, llama_server
-from edge_agent.config import NO_DRAFT, PRESETS, Preset
+from edge_agent.config import PRESETS, Preset
 from edge_agent.memory_bandwidth import measure_bandwidth
 from edge_agent.scenarios import Scenario, built_in, read_scenarios
 from shared.models.cache import ModelCache
@@ -68,7 +68,7 @@ def _llama(kind: str) -> Start:
 
 def _llama_with_draft(name: str, weights: Weights) -> ServerProcess:
     if weights.draft_gguf is None:
-        raise SystemExit(f"{name} needs a preset with a draft model: --preset laptop")
+        raise SystemExit(f"{name} needs a draft model: --draft qwen2.5-coder-0.5b-instruct")
     return llama_server(name, weights.gguf, "--speculative", "draft-simple", "--draft", weights.draft_gguf)
 
 
@@ -210,13 +210,12 @@ def _greeting(repeat: int, number: int) -> str:
     return f"Request {repeat + 1}{chr(97 + number % 26)}:"
 
 
-def _weights(preset: Preset) -> Weights:
-    models, cache = PRESETS[preset], ModelCache()
-    draft = models["draft"]
+def _weights(preset: Preset, draft: str | None) -> Weights:
+    target, cache = PRESETS[preset]["target"], ModelCache()
     return Weights(
-        str(fetch_gguf(models["target"], cache)),
-        str(pull(models["target"], cache)),
-        None if draft == NO_DRAFT else str(fetch_gguf(draft, cache)),
+        str(fetch_gguf(target, cache)),
+        str(pull(target, cache)),
+        None if draft is None else str(fetch_gguf(draft, cache)),
     )
 
 
@@ -224,6 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", type=Preset, choices=list(Preset), default=Preset.SMALL)
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=["llama.cpp"])
+    parser.add_argument("--draft", help="the model that drafts in llama.cpp:draft")
     parser.add_argument("--prompts", type=Path, help="a Spec-Bench file; the built-in scenarios by default")
     parser.add_argument("--every", type=int, default=1, help="only each N-th prompt")
     parser.add_argument("--tokens", type=int, default=64)
@@ -231,7 +231,7 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console(width=200)
     scenarios = (read_scenarios(arguments.prompts) if arguments.prompts else built_in())[:: arguments.every]
-    weights = _weights(arguments.preset)
+    weights = _weights(arguments.preset, arguments.draft)
     read = StoredGraph(open_model_directory(Path(weights.directory)).model_path).bytes_read()
     floor_s = read / measure_bandwidth()
     with ExitStack() as stack:

@@ -30,7 +30,7 @@ app.add_typer(models_app, name="models")
 Config = Annotated[Path | None, typer.Option(help="Settings file; souschef.toml here if there is one.")]
 PresetOption = Annotated[
     Preset | None,
-    typer.Option(help="tiny: SmolLM2 135M. small: Qwen2.5-Coder 0.5B. laptop: the 1.5B, with the 0.5B drafting."),
+    typer.Option(help="tiny: SmolLM2 135M. small: Qwen2.5-Coder 0.5B. laptop: the 1.5B."),
 ]
 Target = Annotated[
     str | None, typer.Option(help="Model that answers: a catalogue name, file:PATH or hf:ORG/REPO/FILE.gguf.")

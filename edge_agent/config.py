@@ -25,7 +25,7 @@ NO_HEAD, AUTO_HEAD = "none", "auto"
 
 
 class Preset(StrEnum):
-    """A pair of models and the limits that suit it."""
+    """A target, and what drafts for it beside look-ups and a shipped head."""
 
     TINY = "tiny"
     SMALL = "small"
@@ -43,7 +43,7 @@ class Objective(StrEnum):
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     Preset.TINY: {"target": "smollm2-135m-instruct", "draft": NO_DRAFT},
     Preset.SMALL: {"target": "qwen2.5-coder-0.5b-instruct", "draft": NO_DRAFT},
-    Preset.LAPTOP: {"target": "qwen2.5-coder-1.5b-instruct", "draft": "qwen2.5-coder-0.5b-instruct"},
+    Preset.LAPTOP: {"target": "qwen2.5-coder-1.5b-instruct", "draft": NO_DRAFT},
 }
 
 Words = Annotated[tuple[str, ...], NoDecode]

@@ -39,7 +39,7 @@ def test_defaults_are_the_small_preset_on_loopback() -> None:
     [
         ("tiny", "smollm2-135m-instruct", "none"),
         ("small", "qwen2.5-coder-0.5b-instruct", "none"),
-        ("laptop", "qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct"),
+        ("laptop", "qwen2.5-coder-1.5b-instruct", "none"),
     ],
 )
 def test_preset_fills_what_is_not_given(preset: str, target: str, draft: str) -> None:

@@ -62,7 +62,7 @@ def distill(
     threads: Annotated[int | None, typer.Option(min=1, help="threads; the usable cores by default")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="where models are kept")] = None,
 ) -> None:
-    """Train a draft head for a target. Needs the extra [train]; uses a GPU when there is one.
+    """Train a draft head for a target. Needs the extra `train` (PyTorch); uses a GPU when there is one.
 
     Every stage goes on where Ctrl-C, `kill` or a crash stopped it: call the same command again. The defaults take hours
     on a CPU.
