@@ -33,7 +33,7 @@ class CloudVerifier:
         self._round = 0
         self._num_known = 0  # Committed tokens that the cloud has confirmed to hold.
 
-    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
+    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler, *, goes_on: bool = False) -> Verdict:
         """One request a round; two when the cloud has lost the session."""
         if self._draft_ahead is not None:
             self._draft_ahead.start(tokens, draft, sampler)
@@ -106,7 +106,7 @@ class CloudGenerator:
         self._stream: AsyncGenerator[TokenFrame, None] | None = None
         self._stack = AsyncExitStack()
 
-    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
+    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler, *, goes_on: bool = False) -> Verdict:
         """The next token. There is no draft to judge."""
         if draft.tokens:
             raise ValueError("a round that the cloud generates has no draft")

@@ -75,7 +75,7 @@ class FixedController(Unpriced):
         """Speculate with the fixed gamma, or decode directly where the request turns speculation off."""
         gamma = min(self._gamma, state.request.max_gamma)
         if state.request.speculation is Speculation.OFF or gamma == 0:
-            return Decision(Mode.LOCAL_DIRECT, 0, Reason.REQUESTED)
+            return Decision(Mode.LOCAL_DIRECT, 0, Reason.REQUESTED, goes_on=True)
         return Decision(Mode.LOCAL_SPECULATIVE, gamma, self._reason)
 
     def trim(self, state: RoundState, draft: Draft) -> int:

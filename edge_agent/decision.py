@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -55,18 +55,22 @@ class Decision:
     """One round's orders.
 
     gamma: draft tokens asked for (0 in direct modes). pace_s: the fewest seconds a committed token may take, a rate cap
-    for a hot device (0: as fast as it goes).
+    for a hot device (0: as fast as it goes). goes_on: as far as is known the next round will be direct as well, so its
+    pass may begin behind this one's; it changes when things are done, not what, and so isn't compared.
     """
 
     mode: Mode
     gamma: int
     reason: Reason
     pace_s: float = 0.0
+    goes_on: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.gamma < 0:
             raise ValueError(f"gamma must not be negative, got {self.gamma}")
         if self.gamma and self.mode in DRAFTLESS:
             raise ValueError(f"{self.mode} drafts nothing, got gamma {self.gamma}")
+        if self.goes_on and (self.pace_s or self.mode is not Mode.LOCAL_DIRECT):
+            raise ValueError("only direct rounds on the device without a pace go on behind one another")
         if not 0 <= self.pace_s < math.inf:
             raise ValueError(f"pace_s must be finite and not negative, got {self.pace_s}")

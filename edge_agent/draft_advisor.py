@@ -136,7 +136,7 @@ class DraftAdvisor:
         if self._limits:
             self._since_look = 0
             return Drafting(0, ceiling, self.speedup, free=bool(free))
-        return Drafting(0, 0, self.speedup)
+        return Drafting(0, 0, self.speedup, rests=self._since_look + 1 < LOOK_EVERY)
 
     def limit(self, drafter: str) -> int:
         """The longest draft worth asking of this drafter in the coming round; 0 for none."""

@@ -23,9 +23,9 @@ from edge_agent.drafters import (
     PredictionDrafter,
 )
 from edge_agent.look_ahead import LookAheadVerifier
-from edge_agent.request import GenerationRequest, Privacy, Speculation
+from edge_agent.request import GenerationRequest, Privacy
 from edge_agent.session import Session
-from edge_agent.verifier import LocalVerifier, Verifier
+from edge_agent.verifier import Verifier
 from shared.causal_lm import CausalLM
 from shared.chat_template import ChatTemplate
 from shared.draft_head import DraftHead, HiddenStates
@@ -126,15 +126,12 @@ class Engine:
                 )
                 models.append(cloud_model)
             ahead = DraftAhead(cloud_model)
-            verifier = LocalVerifier(target_lm, self.thread, request.num_top_logprobs)
+            verifier = LookAheadVerifier(target_lm, self.thread, request)
             verifiers: dict[Mode, Verifier] = {
                 Mode.LOCAL_DIRECT: verifier,
                 Mode.LOCAL_SPECULATIVE: verifier,
                 **await self.cloud.open(request, ahead),
             }
-            look_ahead = None
-            if request.speculation is Speculation.OFF:
-                look_ahead = LookAheadVerifier(target_lm, self.thread, request)
             session = Session(
                 request,
                 controller,
@@ -142,13 +139,11 @@ class Engine:
                 verifiers,
                 self.context_length,
                 cloud_drafter=ChainDrafter([*lookups, ahead], controller),
-                look_ahead=look_ahead,
             )
             try:
                 yield session
             finally:
-                if look_ahead is not None:
-                    await look_ahead.release(session.tokens)  # The cache is given back: nothing may run on it.
+                await verifier.release(session.tokens)  # The cache is given back: nothing may run on it.
                 if request.privacy is not Privacy.ON_DEVICE:
                     self._pool.add(request.tenant, session.tokens[len(request.prompt) :])
 

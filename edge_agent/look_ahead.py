@@ -1,6 +1,6 @@
 """Direct decoding that doesn't wait for the event loop between two passes.
 
-A request that wants no drafts knows what the next pass will be fed: the token that this one draws. So that pass is
+Where no drafts are wanted it is known what the next pass will be fed: the token that this one draws. So that pass is
 submitted before the session asks for it, and runs while the session takes in the token before. The cores are never
 idle, and what the loop costs is hidden behind the model.
 """
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class LookAheadVerifier(LocalVerifier):
-    """The target model on this device, one pass ahead of its session."""
+    """The target model on this device, one pass ahead of its session while its rounds go on as direct ones."""
 
     def __init__(self, lm: CausalLM, thread: InferenceThread, request: GenerationRequest) -> None:
         super().__init__(lm, thread, request.num_top_logprobs)
@@ -35,16 +35,19 @@ class LookAheadVerifier(LocalVerifier):
         self._drawn: int | None = None
         self._drawn_with: Sampler | None = None
 
-    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
-        """See `Verifier.verify`. The pass ahead serves the round it was made for; any other begins anew."""
+    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler, *, goes_on: bool = False) -> Verdict:
+        """See `Verifier.verify`. The pass ahead serves the round it was made for; any other begins anew. Where others
+        wait for the model, none is begun ahead of them."""
         verdict = None
         if self._ahead is not None and not draft.tokens and (len(tokens), tokens[-1]) == self._follows:
-            verdict = await self._with_next(self._ahead, self._thread.has_waiting(besides=self._ahead))
+            goes_on_now = goes_on and not self._thread.has_waiting(besides=self._ahead)
+            verdict = await self._with_next(self._ahead, goes_on_now)
         if verdict is None:
             await self._drop()
             await self._feed_prompt(tokens)
-            others_wait = self._thread.has_waiting()
-            verdict = await self._with_next(self._thread.submit(self._judge, tokens, draft, sampler), others_wait)
+            goes_on = goes_on and not draft.tokens and not self._thread.has_waiting()
+            judge_it = self._judge_and_keep if goes_on else self._judge
+            verdict = await self._with_next(self._thread.submit(judge_it, tokens, draft, sampler), goes_on)
         self._follows = len(tokens) + verdict.accepted + 1, verdict.next_token
         return verdict
 
@@ -53,9 +56,9 @@ class LookAheadVerifier(LocalVerifier):
         await self._drop()
         await super().release(tokens)
 
-    async def _with_next(self, current: Job[R], others_wait: bool) -> R:
-        """The outcome of a pass, with the next one submitted behind it; where others wait, it is their turn."""
-        self._ahead = None if others_wait else self._thread.submit(self._judge_ahead)
+    async def _with_next(self, current: Job[R], goes_on: bool) -> R:
+        """The outcome of a pass, with the next one submitted behind it if it is to go on."""
+        self._ahead = self._thread.submit(self._judge_ahead) if goes_on else None
         return await current.result()
 
     async def _drop(self) -> None:
@@ -64,12 +67,12 @@ class LookAheadVerifier(LocalVerifier):
             await self._ahead.drop()
             self._ahead = None
 
-    def _judge(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
+    def _judge_and_keep(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
+        """What it draws is kept for the pass ahead."""
         self._drawn = None
-        verdict = super()._judge(tokens, draft, sampler)
-        if not draft.tokens:
-            self._drawn, self._drawn_with = verdict.next_token, sampler.fork()
-            self._drawn_with.append(verdict.next_token)
+        verdict = self._judge(tokens, draft, sampler)
+        self._drawn, self._drawn_with = verdict.next_token, sampler.fork()
+        self._drawn_with.append(verdict.next_token)
         return verdict
 
     def _judge_ahead(self) -> Verdict | None:

@@ -87,12 +87,14 @@ class Drafting(NamedTuple):
 
     gamma: the longest draft that may pay, 0 if none does. probe_gamma: what a probe may try now, 0 for no probe.
     speedup: expected time of a direct token over that of a token with drafts. free: drafting itself costs nothing.
+    rests: nothing will be drafted in the round after this one either.
     """
 
     gamma: int = 0
     probe_gamma: int = 0
     speedup: float = 1.0
     free: bool = True
+    rests: bool = False
 
 
 NO_DRAFTING = Drafting()
@@ -292,13 +294,15 @@ def _local(inputs: PolicyInputs, thresholds: Thresholds, pressure: Pressure) -> 
     """Orders for the device itself."""
     pace = _pace(inputs, thresholds, pressure.rung)
     reason = _local_reason(inputs, thresholds, pressure)
+    # A device that is paced rests between rounds: no pass begins in the pause.
+    goes_on = not pace and (inputs.wishes.speculation is Speculation.OFF or inputs.drafting.rests)
     if pressure.rung >= Rung.DIRECT:
-        return orders(Mode.LOCAL_DIRECT, 0, reason, pace)
+        return orders(Mode.LOCAL_DIRECT, 0, reason, pace, goes_on)
     gamma, gain_reason = _speculate(inputs, thresholds)
     if pressure.rung is Rung.EASED:
         gamma = (gamma + 1) // 2
     if gamma == 0:
-        return orders(Mode.LOCAL_DIRECT, 0, gain_reason, pace)
+        return orders(Mode.LOCAL_DIRECT, 0, gain_reason, pace, goes_on)
     return orders(Mode.LOCAL_SPECULATIVE, gamma, gain_reason if reason is Reason.NOMINAL else reason, pace)
 
 

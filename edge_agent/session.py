@@ -30,17 +30,14 @@ class Session:
         context_length: int,
         *,
         cloud_drafter: Drafter | None = None,
-        look_ahead: Verifier | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """cloud_drafter: drafts for the cloud's larger target; `drafter` by default. look_ahead: for direct rounds of
-        a request that wants no drafts."""
+        """cloud_drafter: drafts for the cloud's larger target; `drafter` by default."""
         self.request = request
         self.controller = controller
         self._drafter = drafter
         self._cloud_drafter = cloud_drafter or drafter
         self._verifiers = verifiers
-        self._look_ahead = look_ahead
         self._context_length = context_length
         self._longest = min(len(request.prompt) + request.max_tokens, context_length)
         self._clock = clock
@@ -68,7 +65,7 @@ class Session:
             while not finished:
                 state = self._state()
                 decision = self.controller.decide(state)
-                previous, verifier = verifier, self._verifier(decision)
+                previous, verifier = verifier, self._verifiers[decision.mode]
                 if previous not in (None, verifier):
                     await previous.release(self._tokens)
                 try:
@@ -76,7 +73,7 @@ class Session:
                 except CloudError:
                     decision = self.controller.cloud_failed(state)
                     await verifier.release(self._tokens)
-                    verifier = self._verifier(decision)
+                    verifier = self._verifiers[decision.mode]
                     round = await self._round(state, decision, verifier)
                 self.controller.observe(state, round)
                 finished = round.finish_reason is not None
@@ -89,17 +86,11 @@ class Session:
             if verifier is not None:
                 await verifier.release(self._tokens)
 
-    def _verifier(self, decision: Decision) -> Verifier:
-        """Who judges the round. A device that is paced rests between rounds: no pass runs ahead into the pause."""
-        if self._look_ahead is not None and decision.mode is Mode.LOCAL_DIRECT and not decision.pace_s:
-            return self._look_ahead
-        return self._verifiers[decision.mode]
-
     async def _round(self, state: RoundState, decision: Decision, verifier: Verifier) -> Round:
         started = self._clock()
         draft = await self._draft(state, decision) if decision.gamma else NO_DRAFT
         drafted = self._clock()
-        verdict = await verifier.verify(self._tokens, draft, self._sampler)
+        verdict = await verifier.verify(self._tokens, draft, self._sampler, goes_on=decision.goes_on)
         verified = self._clock()
         events, finish_reason = self._commit(draft, verdict, verifier.origin)
         self._num_rounds += 1

@@ -213,7 +213,7 @@ class CloudOfOwn:
         self._rtt_s = rtt_s
         self._streaming = False
 
-    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
+    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler, *, goes_on: bool = False) -> Verdict:
         """A round trip for a draft, and for the beginning of a stream; the stream's next tokens come one by one."""
         started = self._time.now()
         if draft.tokens or not self._streaming:

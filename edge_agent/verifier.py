@@ -23,8 +23,8 @@ class Verifier(Protocol):
     def origin(self) -> Origin:
         """What the recovered and bonus tokens are counted as."""
 
-    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
-        """Judge a draft that follows the committed `tokens`.
+    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler, *, goes_on: bool = False) -> Verdict:
+        """Judge a draft that follows the committed `tokens`. goes_on: see `Decision`.
 
         Raises:
             EngineError: inference failed here.
@@ -36,7 +36,7 @@ class Verifier(Protocol):
 
 
 class LocalVerifier:
-    """The target model on this device."""
+    """The target model on this device, a pass when it is asked for one."""
 
     origin = Origin.TARGET
 
@@ -45,7 +45,7 @@ class LocalVerifier:
         self._thread = thread
         self._num_top_logprobs = num_top_logprobs
 
-    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler) -> Verdict:
+    async def verify(self, tokens: Sequence[int], draft: Draft, sampler: Sampler, *, goes_on: bool = False) -> Verdict:
         """One pass over the last committed token and the draft; a prompt is fed in chunks first."""
         await self._feed_prompt(tokens)
         return await self._thread.run(self._judge, tokens, draft, sampler)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from edge_agent.controller import FixedController
-from edge_agent.decision import Mode
+from edge_agent.controller import FixedController, RoundState
+from edge_agent.decision import Decision, Mode, Reason
 from edge_agent.drafters import NullDrafter
 from edge_agent.look_ahead import LookAheadVerifier
 from edge_agent.request import GenerationRequest
@@ -31,13 +31,13 @@ PARAMS = [
 
 
 def new_session(request: GenerationRequest, lm: TableLM, thread: InferenceThread, *, ahead: bool = True) -> Session:
+    verifier = LookAheadVerifier(lm, thread, request) if ahead else LocalVerifier(lm, thread, request.num_top_logprobs)
     return Session(
         request,
         FixedController(0),
         NullDrafter(),
-        {Mode.LOCAL_DIRECT: LocalVerifier(lm, thread, request.num_top_logprobs)},
+        {Mode.LOCAL_DIRECT: verifier},
         lm.context_length,
-        look_ahead=LookAheadVerifier(lm, thread, request) if ahead else None,
     )
 
 
@@ -77,7 +77,7 @@ def test_the_next_pass_begins_before_it_is_asked_for_unless_others_wait() -> Non
             verifier, sampler, tokens = LookAheadVerifier(lm, thread, request), Sampler(request.sampling), [*PROMPT]
 
             async def next_token() -> None:
-                tokens.append((await verifier.verify(tokens, Draft(), sampler)).next_token)
+                tokens.append((await verifier.verify(tokens, Draft(), sampler, goes_on=True)).next_token)
                 sampler.append(tokens[-1])
 
             await next_token()
@@ -108,7 +108,7 @@ def test_a_pass_ahead_that_has_not_begun_is_nobody_elses() -> None:
             verifier, sampler, tokens = LookAheadVerifier(lm, thread, request), Sampler(request.sampling), [*PROMPT]
 
             async def next_token() -> None:
-                tokens.append((await verifier.verify(tokens, Draft(), sampler)).next_token)
+                tokens.append((await verifier.verify(tokens, Draft(), sampler, goes_on=True)).next_token)
                 sampler.append(tokens[-1])
 
             await next_token()
@@ -140,7 +140,7 @@ def test_what_was_not_foreseen_is_verified_from_the_committed_tokens() -> None:
             request = GenerationRequest(PROMPT, 60, SamplingParams(temperature=0))
             verifier, lm = LookAheadVerifier(TableLM(16, seed=5), thread, request), TableLM(16, seed=5)
             plain, sampler = LocalVerifier(lm, thread), Sampler(request.sampling)
-            first = (await verifier.verify(PROMPT, Draft(), sampler)).next_token
+            first = (await verifier.verify(PROMPT, Draft(), sampler, goes_on=True)).next_token
             other = (first + 1) % 16
             for tokens, draft in (
                 ([*PROMPT, other], Draft()),
@@ -148,14 +148,55 @@ def test_what_was_not_foreseen_is_verified_from_the_committed_tokens() -> None:
                 ([*PROMPT, first], Draft()),
                 (PROMPT, Draft()),
             ):
-                verdict = await verifier.verify(tokens, draft, sampler)
+                verdict = await verifier.verify(tokens, draft, sampler, goes_on=True)
                 assert verdict == await plain.verify(tokens, draft, sampler)
                 if draft.tokens:  # Nothing is known of the pass after a draft.
                     tokens = [*tokens, *verdict.tokens(draft)]
-                    after = await verifier.verify(tokens, Draft(), sampler)
+                    after = await verifier.verify(tokens, Draft(), sampler, goes_on=True)
                     assert after == await plain.verify(tokens, Draft(), sampler)
             await verifier.release(PROMPT)
 
+    asyncio.run(run())
+
+
+class NowAndThen(FixedController):
+    """A draft in every fourth round; the two after it go on as direct ones, the third says that it doesn't know."""
+
+    def decide(self, state: RoundState) -> Decision:
+        if state.round % 4 == 0:
+            return Decision(Mode.LOCAL_SPECULATIVE, 2, Reason.PROBE)
+        return Decision(Mode.LOCAL_DIRECT, 0, Reason.ACCEPTANCE_LOW, goes_on=state.round % 4 != 3)
+
+
+class Fixed:
+    """Always the same draft."""
+
+    name = "fixed"
+
+    async def propose(self, tokens: Sequence[int], gamma: int, sampler: Sampler) -> Draft:
+        return Draft((7, 7)[:gamma], self.name)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_drafts_between_direct_rounds_change_nothing_and_cost_no_pass(params: SamplingParams) -> None:
+    async def answered(new_verifier: Callable[..., LocalVerifier], lm: TableLM, thread: InferenceThread) -> list[int]:
+        verifier = new_verifier(lm, thread)
+        modes = dict.fromkeys((Mode.LOCAL_DIRECT, Mode.LOCAL_SPECULATIVE), verifier)
+        session = Session(request, NowAndThen(0), Fixed(), modes, lm.context_length)
+        return [event.token for round in [round async for round in session.run()] for event in round.tokens]
+
+    async def run() -> None:
+        async with inference() as thread:
+            plain, ahead = (TableLM(16, seed=5) for _ in range(2))
+            expected = await answered(LocalVerifier, plain, thread)
+            assert await answered(lambda lm, thread: LookAheadVerifier(lm, thread, request), ahead, thread) == expected
+            assert len(expected) == 60
+            assert ahead.num_forward_calls == plain.num_forward_calls
+
+    request = GenerationRequest(PROMPT, 60, params)
     asyncio.run(run())
 
 

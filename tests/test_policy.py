@@ -146,6 +146,25 @@ def test_gain(changes: dict[str, Any], expected: tuple[Mode, int, Reason]) -> No
     assert (decision.mode, decision.gamma, decision.reason) == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "goes_on"),
+    [
+        ({"wishes": Wishes(speculation=Speculation.OFF)}, True),
+        ({"drafting": Drafting(0, 0, rests=True)}, True),
+        ({"drafting": Drafting(0, 0)}, False),
+        ({"drafting": Drafting(0, 2)}, False),
+        ({}, False),
+        ({"wishes": Wishes(speculation=Speculation.OFF), "device": at(44.0)}, False),
+    ],
+)
+def test_a_pass_may_begin_behind_another_where_no_draft_is_to_come_and_no_pause(
+    changes: dict[str, Any], goes_on: bool
+) -> None:
+    decision = order(NORMAL._replace(**changes))
+    assert decision.goes_on is goes_on
+    assert not (decision.goes_on and decision.pace_s)
+
+
 def test_benefit_gate_weighs_what_the_answer_still_needs() -> None:
     """20 tokens of 30 ms with a speed-up of 1.3 save 138 ms; 24 save 166 ms. Drafts that cost nothing pass anyway."""
     costly = NORMAL._replace(direct_s=0.03, drafting=Drafting(4, 0, 1.3, free=False))

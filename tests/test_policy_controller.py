@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -78,6 +79,22 @@ MODEL = Drafts(1.0, 0.95, "model", 0.95, 0.029)
 
 HEAD = Drafts(1.0, 1.0, "head", None, 0.008, 0.0004)
 """A cheap drafter that knows when it is right; so many tokens in 10 are."""
+
+
+def test_a_round_that_goes_on_is_followed_by_a_direct_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are never right: the policy looks at them now and then, and says when it won't."""
+    orders: list[Decision] = []
+    decide = PolicyController.decide
+
+    def noted(controller: PolicyController, state: RoundState) -> Decision:
+        orders.append(decide(controller, state))
+        return orders[-1]
+
+    monkeypatch.setattr(PolicyController, "decide", noted)
+    Bench().play(Drafts(1.0, 0.0))
+    assert sum(each.goes_on for each in orders) > len(orders) / 5
+    assert all(after.mode is Mode.LOCAL_DIRECT for each, after in pairwise(orders) if each.goes_on)
+    assert any(each.reason is Reason.PROBE for each in orders), "it looks now and then"
 
 
 @pytest.mark.parametrize("machine", CURVES)
