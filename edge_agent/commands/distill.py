@@ -81,7 +81,9 @@ def distill(
     from shared.models.pull import pull
 
     if made_for is not None and start_from is None:
-        raise ConfigError("--made-for says whose head --start-from is: give --start-from, a head's directory, too")
+        raise ConfigError(
+            "--made-for needs --start-from, a head's directory: it says which model that head was made for"
+        )
     # Who stops the job keeps what was answered, whether by Ctrl-C or by `kill`.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if curve is not None:
