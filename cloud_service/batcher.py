@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from cloud_service.pass_costs import BatchDecoder
 from shared.causal_lm import CausalLM, Logits
-from shared.errors import EngineStoppedError, SouschefError
+from shared.errors import EngineStoppedError
 from shared.inference_thread import InferenceThread
 
 LM = TypeVar("LM", bound=CausalLM)
@@ -144,7 +144,7 @@ class Batcher(Generic[LM]):
             for step in steps:
                 step.done.set_exception(EngineStoppedError("the service is stopping"))
             raise
-        except SouschefError as error:
+        except Exception as error:  # Whatever it is belongs to those who wait for it; the others' batches go on.
             for step in steps:
                 step.done.set_exception(error)
             self._expected = 1
@@ -165,7 +165,7 @@ class Batcher(Generic[LM]):
                 [step.tokens for step in steps],
                 [step.num_logits for step in steps],
             )
-        except SouschefError:
+        except Exception:
             if len(steps) == 1:
                 raise
             return [_outcome(self._run_alone, step) for step in steps]

@@ -29,6 +29,7 @@ class FailingDecoder(TableDecoder):
     def __init__(self) -> None:
         super().__init__()
         self.bad: SlowTable | None = None
+        self.error: Exception = EngineError("a pass failed")
         self.entered, self.released = threading.Event(), threading.Event()
 
     def forward_batch(
@@ -37,7 +38,7 @@ class FailingDecoder(TableDecoder):
         self.entered.set()
         assert self.released.wait(60)
         if self.bad in sequences:
-            raise EngineError("a pass failed")
+            raise self.error
         return super().forward_batch(sequences, tokens, num_logits)
 
 
@@ -113,17 +114,26 @@ def test_no_more_share_a_pass_than_is_worth_while() -> None:
     asyncio.run(scenario())
 
 
-def test_a_sequence_that_fails_fails_no_other() -> None:
+@pytest.mark.parametrize("error", [EngineError("a pass failed"), RuntimeError("nobody foresaw it")], ids=repr)
+def test_a_sequence_that_fails_fails_no_other(error: Exception) -> None:
+    """Neither one of its batch nor those that ask later."""
+
     async def scenario() -> None:
         decoder = FailingDecoder()
         caches = filled(decoder)
-        decoder.bad = caches[2]
+        decoder.bad, decoder.error = caches[2], error
         decoder.released.set()
         async with batching(decoder) as batcher:
             outcomes = await asyncio.gather(*await ask(batcher, caches), return_exceptions=True)
-            assert isinstance(outcomes[2], EngineError)
+            assert outcomes[2] is error
             assert caches[2].tokens == STARTS[2]
             assert_right(caches, outcomes, without=[2])
+            async with asyncio.timeout(60):
+                with pytest.raises(type(error)):
+                    await batcher.forward(caches[2], [1], 1, copied)
+                decoder.bad = None
+                found = await batcher.forward(caches[2], *REQUESTS[2], copied)
+            np.testing.assert_allclose(found, expected(STARTS[2], *REQUESTS[2]))
 
     asyncio.run(scenario())
 
