@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,19 @@ def answer(request: GenerationRequest, lm: TableLM, *, ahead: bool) -> list[Roun
     return asyncio.run(run())
 
 
+def going_on(
+    verifier: LookAheadVerifier, tokens: list[int], request: GenerationRequest
+) -> Callable[[], Coroutine[Any, Any, None]]:
+    """What appends the next token by a direct round that goes on."""
+    sampler = Sampler(request.sampling)
+
+    async def next_token() -> None:
+        tokens.append((await verifier.verify(tokens, Draft(), sampler, goes_on=True)).next_token)
+        sampler.append(tokens[-1])
+
+    return next_token
+
+
 @pytest.mark.parametrize("params", PARAMS)
 @pytest.mark.parametrize("num_top_logprobs", [None, 2])
 @pytest.mark.parametrize(("stop_ids", "context_length"), [(frozenset[int](), 4096), (frozenset([4]), 4096), ((), 20)])
@@ -74,12 +88,8 @@ def test_the_next_pass_begins_before_it_is_asked_for_unless_others_wait() -> Non
         async with inference() as thread:
             lm = TableLM(16, seed=5)
             request = GenerationRequest(PROMPT, 60, SamplingParams(temperature=0))
-            verifier, sampler, tokens = LookAheadVerifier(lm, thread, request), Sampler(request.sampling), [*PROMPT]
-
-            async def next_token() -> None:
-                tokens.append((await verifier.verify(tokens, Draft(), sampler, goes_on=True)).next_token)
-                sampler.append(tokens[-1])
-
+            verifier, tokens = LookAheadVerifier(lm, thread, request), [*PROMPT]
+            next_token = going_on(verifier, tokens, request)
             await next_token()
             await thread.run(lambda: None)  # Behind whatever was submitted.
             assert lm.tokens == tokens, "the token that was drawn has been fed"
@@ -105,12 +115,8 @@ def test_a_pass_ahead_that_has_not_begun_is_nobody_elses() -> None:
         async with inference() as thread:
             lm = TableLM(16, seed=5)
             request = GenerationRequest(PROMPT, 60, SamplingParams(temperature=0))
-            verifier, sampler, tokens = LookAheadVerifier(lm, thread, request), Sampler(request.sampling), [*PROMPT]
-
-            async def next_token() -> None:
-                tokens.append((await verifier.verify(tokens, Draft(), sampler, goes_on=True)).next_token)
-                sampler.append(tokens[-1])
-
+            verifier, tokens = LookAheadVerifier(lm, thread, request), [*PROMPT]
+            next_token = going_on(verifier, tokens, request)
             await next_token()
             await thread.run(lambda: None)
             entered, opened = threading.Event(), threading.Event()

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from edge_agent.distill.ridge import normed, ridge
 from edge_agent.distill.shards import Record
 from edge_agent.distill.torch_target import TargetWeights
 from shared.models.gguf_source import FloatArray
@@ -86,17 +87,10 @@ def _fit_fusion(records: Sequence[Record], embedding: TargetEmbedding) -> tuple[
     for record in records:
         features = record.states.astype(np.float32)
         embeddings = embedding.rows(record.tokens[1:-1].tolist())
-        sources.append(np.concatenate([_normed(embeddings), _normed(features[:-1])], axis=1))
+        sources.append(np.concatenate([normed(embeddings), normed(features[:-1])], axis=1))
         wanted.append(features[1:])
         count += len(features) - 1
         if count >= FIT_POSITIONS:
             break
     x, y = np.concatenate(sources), np.concatenate(wanted)
-    square = x.T @ x
-    square += np.eye(len(square), dtype=np.float32) * (RIDGE * square.trace() / len(square))
-    return np.ascontiguousarray(np.linalg.solve(square, x.T @ y).T), np.sqrt(np.square(y).mean())
-
-
-def _normed(x: FloatArray) -> FloatArray:
-    normed: FloatArray = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + 1e-6)
-    return normed
+    return ridge(x, y, RIDGE), np.sqrt(np.square(y).mean())

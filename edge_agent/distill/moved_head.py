@@ -20,15 +20,15 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from edge_agent.distill.ridge import normed, ridge, sizes
 from edge_agent.distill.shards import Record
+from edge_agent.verifier import PREFILL_CHUNK
 from shared.models.gguf_source import FloatArray
 from shared.models.head import HeadDirectory, HeadWeights, read_head_weights
 from shared.models.target_embedding import TargetEmbedding
 from shared.onnx_lm import OnnxHiddenStateLM, OnnxModel
 
 FIT_POSITIONS: Final = 40_000
-CHUNK: Final = 128
-"""Tokens that the former target takes in with one pass."""
 RIDGE: Final = 1e-3
 """Of the mean diagonal."""
 
@@ -55,11 +55,11 @@ def moved_head(
     of_embeddings, of_features = np.split(weights.fusion, 2, axis=1)
     of_embeddings = of_embeddings * weights.embedding_norm
     of_features = of_features * weights.feature_norm
-    reads_embeddings = _ridge(_normed(pairs.embeddings), _normed(pairs.former_embeddings) @ of_embeddings.T)
-    reads_features = _ridge(_normed(pairs.features), _normed(pairs.former_features) @ of_features.T)
-    expansion = _ridge(pairs.former_features, pairs.features)
+    reads_embeddings = ridge(normed(pairs.embeddings), normed(pairs.former_embeddings) @ of_embeddings.T, RIDGE)
+    reads_features = ridge(normed(pairs.features), normed(pairs.former_features) @ of_features.T, RIDGE)
+    expansion = ridge(pairs.former_features, pairs.features, RIDGE)
     # Fusion divides by the feature's size: it reads the same if size and direction are kept.
-    size = _sizes(pairs.former_features @ expansion.T).mean() / _sizes(pairs.former_features).mean()
+    size = sizes(pairs.former_features @ expansion.T).mean() / sizes(pairs.former_features).mean()
     expansion += np.linalg.pinv(reads_features) @ (size * of_features - reads_features @ expansion)
     ones = np.ones(pairs.features.shape[1], np.float32)
     return replace(
@@ -93,23 +93,6 @@ def _pairs(made_for: Path, target: Path, records: Sequence[Record], vocabulary: 
 
 def _features(lm: OnnxHiddenStateLM, tokens: Sequence[int]) -> FloatArray:
     lm.truncate(0)
-    for first in range(0, len(tokens), CHUNK):
-        lm.forward(tokens[first : first + CHUNK], 0)
+    for first in range(0, len(tokens), PREFILL_CHUNK):
+        lm.forward(tokens[first : first + PREFILL_CHUNK], 0)
     return lm.hidden_states(0, len(tokens)).copy()
-
-
-def _ridge(x: FloatArray, y: FloatArray) -> FloatArray:
-    """The matrix [columns of y, columns of x] with y = x @ matrix.T in the least squares, kept small."""
-    square = x.T @ x
-    square += np.eye(len(square), dtype=np.float32) * (RIDGE * square.trace() / len(square))
-    return np.ascontiguousarray(np.linalg.solve(square, x.T @ y).T)
-
-
-def _sizes(x: FloatArray) -> FloatArray:
-    sizes: FloatArray = np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + 1e-6)
-    return sizes
-
-
-def _normed(x: FloatArray) -> FloatArray:
-    normed: FloatArray = x / _sizes(x)
-    return normed

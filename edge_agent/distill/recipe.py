@@ -29,7 +29,15 @@ from edge_agent.distill.training_data import is_held_out
 from edge_agent.distill.trimmed_vocabulary import TrimmedVocabulary, extended_vocabulary, trim_vocabulary
 from shared.errors import ConfigError
 from shared.models.cache import write_atomically
-from shared.models.head import HeadManifest, HeadSpec, HeadWeights, open_head, read_head_weights, write_head
+from shared.models.head import (
+    HeadManifest,
+    HeadSpec,
+    HeadWeights,
+    open_head,
+    read_head_manifest,
+    read_head_weights,
+    write_head,
+)
 from shared.models.progress import ProgressListener
 from shared.models.target_embedding import TargetEmbedding
 from shared.tokenizer import Tokenizer
@@ -102,11 +110,13 @@ class Distillation:
             UnsupportedModelError: another maker built the target, or the head to start from is another model's.
             TokenizerMismatchError: the head to start from counts in other tokens.
         """
-        self._given = None if recipe.start_from is None else open_head(recipe.start_from)
-        self.spec = HeadSpec.of_target(target) if self._given is None else HeadSpec.of_head(self._given, target)
-        self._is_foreign = self._given is not None and self._given.manifest.target_sha256 != self.spec.target_sha256
-        if self._given is not None:
-            open_head(self._given.path, target=recipe.made_for if self._is_foreign and recipe.made_for else target)
+        self.spec = HeadSpec.of_target(target)
+        self._given, self._is_foreign = None, False
+        if recipe.start_from is not None:
+            self._is_foreign = read_head_manifest(recipe.start_from).target_sha256 != self.spec.target_sha256
+            whose = recipe.made_for if self._is_foreign and recipe.made_for else target
+            self._given = open_head(recipe.start_from, target=whose)
+            self.spec = HeadSpec.of_head(self._given, target)
         self.recipe = recipe
         self._target, self._folder, self._machine, self._progress = target, folder, machine, progress
 
